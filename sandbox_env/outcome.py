@@ -38,7 +38,7 @@ class Outcome(StrEnum):
     ENGINE_FAILED = "engine_failed"
     """The inference engine or the router did not answer properly."""
     VERIFIER_FAILED = "verifier_failed"
-    """The verifier did not really run: no reward, or a reward without proof that tests ran."""
+    """The verifier did not really run: no reward, or a 0 without proof that tests ran."""
     CANCELLED = "cancelled"
     """The run ended before the episode did."""
 

@@ -1,0 +1,192 @@
+"""The eval stage: how many tasks of the held-out split the policy solves, with an interval.
+
+Every task is played `num_samples` times. Episodes of one task are alike, so the interval takes tasks as clusters:
+a Student t interval over the per-task solve rates (Miller 2024, "Adding Error Bars to Evals", section 3). A change
+between two evaluations is paired by task. Failures of infrastructure are played again, and are excluded and counted
+when they persist. Weights may move while an evaluation runs; the versions that wrote its tokens are stated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import t as student_t
+
+from miles_rl.engine.client import EngineClient
+from miles_rl.rollout.chat import ChatRenderer
+from miles_rl.rollout.policy import Sampling
+from miles_rl.rollout.recorder import EpisodeRecorder
+from miles_rl.rollout.runner import EpisodeRunner, FinishedEpisode
+from miles_rl.types import Outcome
+from sandbox_env.episode import EpisodeLimits
+from sandbox_env.task import Task
+
+SOLVED_REWARD = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Result of one evaluation. `solve_rates` maps task to its rate; `failed` counts excluded episodes."""
+
+    version: int
+    solve_rates: Mapping[str, float]
+    solve_rate: float
+    ci95: tuple[float, float]
+    oldest_version: int
+    newest_version: int
+    failed: int
+    started_s: float
+    finished_s: float
+
+    def metrics(self) -> dict[str, float]:
+        """The evaluation under its metric names."""
+        return {
+            "eval/solve_rate": self.solve_rate,
+            "eval/solve_rate_ci95_low": self.ci95[0],
+            "eval/solve_rate_ci95_high": self.ci95[1],
+            "eval/failed": self.failed,
+            "eval/num_tasks": len(self.solve_rates),
+            "eval/version_lag": self.newest_version - self.oldest_version,
+            "time/eval_start_s": self.started_s,
+            "time/eval_end_s": self.finished_s,
+        }
+
+
+def mean_ci95(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and 95 % Student t interval of independent values; unbounded for fewer than two."""
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return mean, -math.inf, math.inf
+    variance = sum((v - mean) ** 2 for v in values) / (len(values) - 1)
+    half = float(student_t.ppf(0.975, len(values) - 1)) * math.sqrt(variance / len(values))
+    return mean, mean - half, mean + half
+
+
+def paired_change(before: Evaluation, after: Evaluation) -> tuple[float, float, float]:
+    """Mean change of the solve rate with its 95 % interval, paired over the tasks that both evaluations have."""
+    shared = sorted(set(before.solve_rates) & set(after.solve_rates))
+    if not shared:
+        raise ValueError("eval: the two evaluations share no task")
+    return mean_ci95([after.solve_rates[t] - before.solve_rates[t] for t in shared])
+
+
+class Evaluator:
+    """Component of the stage `eval`."""
+
+    def __init__(
+        self,
+        data: Any,
+        sandboxes: Any,
+        fleet: Any,
+        *,
+        num_samples: int,
+        concurrency: int,
+        max_attempts: int,
+        timeout_s: float,
+        rollout: Mapping[str, Any],
+        run_dir: str,
+    ) -> None:
+        self._data, self._sandboxes, self._fleet = data, sandboxes, fleet
+        self._num_samples, self._max_attempts, self._timeout_s = num_samples, max_attempts, timeout_s
+        self._slots = asyncio.Semaphore(concurrency)
+        self._rollout, self._run_dir = rollout, Path(run_dir)
+        self._running = 0
+        self._count = 0
+        self._last: Evaluation | None = None
+
+    async def start(self) -> None:
+        """Connect to engines and sandboxes; plays with the limits and sampling of the rollout."""
+        initial, endpoints = await self._data.initial_policy(), await self._fleet.endpoints()
+        r = self._rollout
+        self._tasks: list[Task] = await self._data.tasks("eval")
+        self._client = EngineClient(endpoints["router"], timeout_s=r["request_timeout_s"])
+        self._runner = EpisodeRunner(
+            self._sandboxes,
+            self._client,
+            ChatRenderer(initial["model_dir"]),
+            Sampling(
+                r["temperature"],
+                r["top_p"],
+                r["top_k"],
+                r["turn_tokens"],
+                r["session_tokens"],
+                r["request_timeout_s"],
+            ),
+            EpisodeLimits(r["max_turns"], r["wall_clock_s"], r["command_timeout_s"], r["observation_chars"]),
+            r["lease_timeout_s"],
+            r["system_prompt"],
+        )
+        self._recorder = EpisodeRecorder(self._run_dir / "episodes")
+
+    async def evaluate(self, version: int) -> Evaluation:
+        """Play every task `num_samples` times. `version` is the one the evaluation speaks for.
+
+        Raises `TimeoutError` after `timeout_s`, and `RuntimeError` if a task has no episode that was scored.
+        """
+        started, self._count = time.time(), self._count + 1
+        async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
+            plays = [
+                group.create_task(self._play(t, i, version)) for t in self._tasks for i in range(self._num_samples)
+            ]
+        episodes = [play.result() for play in plays]
+        self._recorder.flush()
+        self._last = self._summarise(episodes, version, started)
+        return self._last
+
+    async def status(self) -> Mapping[str, Any]:
+        """Figures for the display."""
+        figures: dict[str, Any] = {"running": self._running}
+        if self._last is not None:
+            figures |= {"solve_rate": self._last.solve_rate, "ci95": self._last.ci95, "version": self._last.version}
+        return figures
+
+    async def stop(self) -> None:
+        """Flush the episodes and close the connections."""
+        if hasattr(self, "_recorder"):
+            self._recorder.close()
+            await self._client.close()
+
+    async def _play(self, task: Task, index: int, version: int) -> FinishedEpisode:
+        async with self._slots:
+            self._running += 1
+            try:
+                for attempt in range(self._max_attempts):
+                    sample_id = f"e{self._count}.{task.name}.{index}.{attempt}"
+                    episode = await self._runner.run(task, sample_id)
+                    self._recorder.record(episode.record(kind="eval", version=version, attempt=attempt))
+                    if episode.result.outcome is Outcome.SCORED:
+                        break
+                return episode
+            finally:
+                self._running -= 1
+
+    def _summarise(self, episodes: Sequence[FinishedEpisode], version: int, started_s: float) -> Evaluation:
+        solved: dict[str, list[float]] = {t.name: [] for t in self._tasks}
+        versions: list[int] = []
+        for episode in episodes:
+            reward = episode.result.reward
+            if episode.result.outcome is Outcome.SCORED and reward is not None:
+                solved[episode.task.name].append(float(reward >= SOLVED_REWARD))
+                policy_versions = episode.policy.arrays()[3]
+                versions += [int(v) for v in policy_versions[policy_versions >= 0]]
+        if missing := [name for name, values in solved.items() if not values]:
+            raise RuntimeError(f"eval: no episode of {', '.join(missing[:5])} was scored; see episodes and log.txt")
+        rates = {name: sum(values) / len(values) for name, values in solved.items()}
+        mean, low, high = mean_ci95(list(rates.values()))
+        return Evaluation(
+            version=version,
+            solve_rates=rates,
+            solve_rate=mean,
+            ci95=(max(0.0, low), min(1.0, high)),
+            oldest_version=min(versions),
+            newest_version=max(versions),
+            failed=len(episodes) - sum(len(values) for values in solved.values()),
+            started_s=started_s,
+            finished_s=time.time(),
+        )

@@ -1,0 +1,199 @@
+"""What a composed config cannot do, found before anything starts: starvation, deadlock, and knobs that cannot act.
+
+Each rule is a generator of findings over the whole resolved config. A finding is a plain dict, so that the planner
+needs no import from here: `level` ("error" refuses the run, "inert" and "note" are shown), `path`, `value`, `message`
+and `remedy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from miles_rl.checkpoint import Checkpoint
+
+Config = dict[str, Any]
+Finding = dict[str, Any]
+
+
+def check(config: Config) -> list[Finding]:
+    """All findings of all rules, in order. A rule looks only at parts that this config has."""
+    return [finding for rule in RULES for finding in rule(config)]
+
+
+def _finding(level: str, path: str, value: object, message: str, remedy: str) -> Finding:
+    return {"level": level, "path": path, "value": value, "message": message, "remedy": remedy}
+
+
+def _staleness(config: Config) -> Iterator[Finding]:
+    rollout = config["rollout"]
+    staleness = rollout["max_staleness"]
+    if rollout["mode"] == "async" and staleness < 1:
+        yield _finding(
+            "error",
+            "rollout.max_staleness",
+            staleness,
+            "asynchronous rollouts are at least one version old, so no batch would ever be admitted",
+            "give 1 or more, or rollout=sync",
+        )
+    if rollout["mode"] == "sync" and staleness != 0:
+        yield _finding(
+            "error",
+            "rollout.max_staleness",
+            staleness,
+            "synchronous rollouts are of the version that consumes them",
+            "give 0, or rollout=async",
+        )
+
+
+def _dataset(config: Config) -> Iterator[Finding]:
+    size, groups = config["dataset"]["train_size"], config["rollout"]["num_groups"]
+    if size < groups:
+        yield _finding(
+            "error",
+            "rollout.num_groups",
+            groups,
+            f"a batch wants {groups} different tasks and {config['dataset']['train']} has {size}",
+            f"give at most {size}, or a larger dataset",
+        )
+
+
+def _sandboxes(config: Config) -> Iterator[Finding]:
+    rollouts = config["rollout"]["concurrency"]
+    evals = config["stages"].get("eval", {}).get("run", {}).get("concurrency", 0)
+    size = config["sandbox"]["size"]
+    if rollouts + evals > size:
+        yield _finding(
+            "error",
+            "sandbox.size",
+            size,
+            f"rollout.concurrency {rollouts} and stages.eval.run.concurrency {evals} need {rollouts + evals} sandboxes",
+            f"give {rollouts + evals} or more, or lower the concurrency",
+        )
+
+
+def _concurrency(config: Config) -> Iterator[Finding]:
+    rollout = config["rollout"]
+    window = rollout["num_groups"] * rollout["group_size"] * max(1, rollout["max_staleness"])
+    if rollout["concurrency"] > window:
+        yield _finding(
+            "inert",
+            "rollout.concurrency",
+            rollout["concurrency"],
+            f"staleness admits at most {window} samples ahead of the trainer",
+            f"more than {window} places stay empty; raise max_staleness or the batch",
+        )
+
+
+def _groups(config: Config) -> Iterator[Finding]:
+    if config["rollout"]["group_size"] < 2 and config["loss"].get("advantage") != "reinforce_pp":
+        yield _finding(
+            "error",
+            "rollout.group_size",
+            config["rollout"]["group_size"],
+            "a group of one has no baseline: every advantage is 0 and nothing is learned",
+            "give 2 or more, or loss=reinforce_pp",
+        )
+
+
+def _lengths(config: Config) -> Iterator[Finding]:
+    rollout = config["rollout"]
+    if rollout["turn_tokens"] >= rollout["session_tokens"]:
+        yield _finding(
+            "error",
+            "rollout.turn_tokens",
+            rollout["turn_tokens"],
+            f"one turn fills the session of {rollout['session_tokens']} tokens and leaves no room for a prompt",
+            "give less than rollout.session_tokens",
+        )
+    context = config["engine"].get("context_length")
+    if context is not None and rollout["session_tokens"] > context:
+        yield _finding(
+            "error",
+            "rollout.session_tokens",
+            rollout["session_tokens"],
+            f"the engine's context is engine.context_length {context}",
+            f"give at most {context}",
+        )
+    budget = config["trainer"].get("max_tokens_per_micro_batch")
+    if budget is not None and rollout["session_tokens"] > budget:
+        yield _finding(
+            "error",
+            "trainer.max_tokens_per_micro_batch",
+            budget,
+            f"one session may have {rollout['session_tokens']} tokens and would not fit",
+            f"give {rollout['session_tokens']} or more",
+        )
+
+
+def _support(config: Config) -> Iterator[Finding]:
+    rollout, correction = config["rollout"], config["loss"].get("correction", "none")
+    if (rollout["top_p"] < 1 or rollout["top_k"] > 0) and correction != "none":
+        yield _finding(
+            "error",
+            "rollout.top_p" if rollout["top_p"] < 1 else "rollout.top_k",
+            rollout["top_p"] if rollout["top_p"] < 1 else rollout["top_k"],
+            "log-probabilities are over the whole vocabulary and the samples are not, so every importance ratio is off"
+            " by the mass that was kept",
+            "give top_p=1 and top_k=-1, or loss.correction=none",
+        )
+
+
+def _clip(config: Config) -> Iterator[Finding]:
+    loss = config["loss"]
+    single = config["trainer"].get("optimizer_steps_per_batch") == 1
+    if single and loss.get("old_logprobs") == "recomputed" and loss.get("policy") == "ppo_clip":
+        yield _finding(
+            "inert",
+            "loss.clip_low, loss.clip_high",
+            (loss.get("clip_low"), loss.get("clip_high")),
+            "with one optimizer step per batch and recomputed old log-probabilities the ratio is 1",
+            "only loss.correction acts; raise trainer.optimizer_steps_per_batch to make the clip act",
+        )
+
+
+def _periods(config: Config) -> Iterator[Finding]:
+    run = config["stages"].get("trainer", {}).get("run", {})
+    for name in ("eval_every", "checkpoint_every"):
+        if run.get(name) and run[name] > config["steps"]:
+            yield _finding(
+                "inert",
+                f"stages.trainer.run.{name}",
+                run[name],
+                f"the run ends after steps={config['steps']}",
+                "give at most that",
+            )
+
+
+def _resume(config: Config) -> Iterator[Finding]:
+    if config.get("resume") is None:
+        return
+    try:
+        checkpoint = Checkpoint.newest(Path(config["resume"]))
+    except (FileNotFoundError, ValueError, KeyError) as error:
+        text = str(error).removeprefix("resume: ")
+        yield _finding("error", "resume", config["resume"], text, "name a run that saved a checkpoint")
+        return
+    if checkpoint.version >= config["steps"]:
+        yield _finding(
+            "error",
+            "steps",
+            config["steps"],
+            f"{config['resume']} has done {checkpoint.version} steps already",
+            f"give more than {checkpoint.version}",
+        )
+
+
+RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
+    _staleness,
+    _dataset,
+    _sandboxes,
+    _concurrency,
+    _groups,
+    _lengths,
+    _support,
+    _clip,
+    _periods,
+    _resume,
+)

@@ -1,0 +1,62 @@
+"""What a person sees of a run while it goes on, and the three lines at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+
+from pipelines.display.board import Board
+from pipelines.display.closing import closing_lines
+from pipelines.display.live import live
+from pipelines.display.plain import PlainDisplay
+from pipelines.observer import Observer
+
+__all__ = ["closing_lines", "make_display"]
+
+
+class Shown(Protocol):
+    """What the display asks of a plan: `stages` names the stages in the order in which they start."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        ...
+
+    @property
+    def stages(self) -> Iterable[str]:
+        """Names of the stages."""
+        ...
+
+
+@contextlib.contextmanager
+def make_display(plan: Shown, run_dir: str | Path, total_steps: int) -> Iterator[Observer]:
+    """An observer that shows the run: a live panel on a terminal, plain lines elsewhere (pipe, file, TERM=dumb).
+
+    On leaving, also by an exception, the terminal is as it was and the panel's last state stays on it.
+    """
+    board = Board(plan.name, plan.seed, plan.stages, total_steps)
+    console = Console()
+    if sys.stdout.isatty() and not console.is_dumb_terminal:
+        board.note(f"run folder: {run_dir}")
+        with live(board, console):
+            try:
+                yield board
+            finally:
+                board.finish()
+        return
+    plain = PlainDisplay(board, sys.stdout)
+    plain.note(f"{plan.name} - seed {plan.seed} - run folder: {run_dir}")
+    try:
+        yield plain
+    finally:
+        plain.close()

@@ -1,0 +1,81 @@
+"""The display where there is no terminal: plain lines for a log file or a CI job."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from pipelines.display.board import Board
+from pipelines.wording import clean, duration, figure, percent, percent_interval
+
+
+class PlainDisplay:
+    """Writes a line for each change of a stage, each evaluation and each note, and at most one line per step and
+    `min_interval_s`; the first and the last step always get theirs. Never an escape sequence. A reader who went away
+    (`| head`) ends the lines, not the run.
+    """
+
+    def __init__(self, board: Board, out: TextIO, min_interval_s: float = 2.0) -> None:
+        self._board = board
+        self._out = out
+        self._min_interval_s = min_interval_s
+        self._shown_step = 0
+        self._shown_s = -min_interval_s
+        self._shown_evaluations = 0
+
+    def stage(self, name: str, state: str, detail: str = "") -> None:
+        """A stage changed its state."""
+        with self._board.lock:
+            known = self._board.stages.get(name)
+            self._board.stage(name, state, detail)
+            if self._board.stages[name] != known:
+                self._line(f"{name}: {state}" + (f" ({clean(detail)})" if detail else ""))
+
+    def status(self, name: str, figures: Mapping[str, Any]) -> None:
+        """A stage's heartbeat: shown when there is a new step or a new evaluation."""
+        board = self._board
+        with board.lock:
+            board.status(name, figures)
+            for done in board.evaluations[self._shown_evaluations :]:
+                version = "" if done.version is None else f" of version {done.version}"
+                self._line(f"evaluation{version}: solve rate {percent(done.solve_rate)} {percent_interval(done.ci95)}")
+            self._shown_evaluations = len(board.evaluations)
+            waited_s = board.elapsed_s - self._shown_s
+            due = waited_s >= self._min_interval_s or board.step >= board.steps
+            if board.step > self._shown_step and due:
+                self._shown_step, self._shown_s = board.step, board.elapsed_s
+                self._line(self._step_line())
+
+    def note(self, line: str) -> None:
+        """Something worth a line."""
+        with self._board.lock:
+            self._board.note(line)
+            self._line(clean(line))
+
+    def close(self) -> None:
+        """Show the last step if the pace limit kept it back."""
+        with self._board.lock:
+            if self._board.step > self._shown_step:
+                self._line(self._step_line())
+
+    def _step_line(self) -> str:
+        board = self._board
+        parts = [f"step {board.step}/{board.steps}"]
+        wanted = {
+            "reward": board.metric("rollout/reward_mean"),
+            "kl": board.metric("train/train_rollout_kl"),
+            "staleness": board.metric("async/staleness_mean"),
+            "tokens/s": board.of("fleet", "tokens_per_s"),
+        }
+        parts += [f"{name} {figure(value)}" for name, value in wanted.items() if value is not None]
+        if failed := board.of("rollout", "failed"):
+            parts.append(f"failed {figure(failed)}")
+        if board.left_s is not None:
+            parts.append(f"{duration(board.left_s)} left")
+        return "  ".join(parts)
+
+    def _line(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._out.write(f"[{self._board.elapsed_s:7.1f} s] {text.rstrip()}\n")
+            self._out.flush()

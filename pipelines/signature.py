@@ -1,0 +1,132 @@
+"""Does a `_target_` and its options fit the class that it names? Checked by the constructor's signature."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, cast
+
+from pipelines.errors import Problem, did_you_mean, show
+from pipelines.origin import Path, children
+from pipelines.typecheck import mismatches
+
+ALLOWED = ("miles_rl.", "sandbox_env.", "pipelines.")
+"""Prefixes of what a config may build. Third-party classes get a wrapper under one of them."""
+
+_RESERVED = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
+
+Where = Callable[[Path], str]
+"""From the path of a value to the key that the user can change."""
+
+
+class TargetError(Exception):
+    """A `_target_` cannot be loaded; the message is the remedy."""
+
+
+def check_tree(node: Any, path: Path, where: Where, allowed: Collection[str], injected: Collection[str] = ()) -> Iterator[Problem]:
+    """Problems of every `_target_` in `node`; the top one is also given the arguments `injected`."""
+    if isinstance(node, dict) and "_target_" in node:
+        yield from check_call(cast(dict[str, Any], node), path, where, allowed, injected)
+    for key, child in children(node):
+        yield from check_tree(child, (*path, key), where, allowed)
+
+
+def check_call(spec: Mapping[str, Any], path: Path, where: Where, allowed: Collection[str], injected: Collection[str]) -> Iterator[Problem]:
+    """Problems of one `_target_` with its options: may it be built, can it be loaded, do its arguments fit."""
+    try:
+        target = load(spec["_target_"], allowed)
+        parameters = inspect.signature(target).parameters
+    except TargetError as error:
+        yield Problem(where((*path, "_target_")), spec["_target_"], str(error))
+        return
+    except (TypeError, ValueError):
+        yield Problem(where((*path, "_target_")), spec["_target_"], "cannot be called; name a class or a function")
+        return
+    options = {key: value for key, value in spec.items() if key not in _RESERVED}
+    known = [p.name for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY)]
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    name = target.__name__
+    for key, value in options.items():
+        if key in injected:
+            yield Problem(where((*path, key)), value, f"is also a need of this stage, which gives {key!r}; remove one")
+        elif key not in known and not open_ended:
+            choices = [other for other in known if other not in injected and other not in options] or known
+            yield Problem(where((*path, key)), value, f"{name} takes no '{key}'; {did_you_mean(key, choices)}")
+    for need in injected:
+        if need not in known and not open_ended:
+            yield Problem(where((*path[:-1], "needs")), need, f"{name} takes no '{need}'; {did_you_mean(need, known)}")
+    if not spec.get("_partial_"):
+        for p in parameters.values():
+            if p.name in known and p.default is p.empty and p.name not in options and p.name not in injected:
+                yield Problem(where((*path, p.name)), "missing", f"{name} needs it; set it")
+    yield from _wrong_types(target, options, path, where)
+
+
+def _wrong_types(target: Any, options: Mapping[str, Any], path: Path, where: Where) -> Iterator[Problem]:
+    hints = annotations(target)
+    for key, value in options.items():
+        expected = hints.get(key, Any)
+        for below, wrong, remedy in mismatches(value, expected):
+            yield Problem(where((*path, key, *below)), wrong, remedy)
+        if isinstance(value, dict) and "_target_" in value:
+            yield from _wrong_object(cast(dict[str, Any], value), expected, (*path, key), where)
+
+
+def _wrong_object(spec: Mapping[str, Any], expected: Any, path: Path, where: Where) -> Iterator[Problem]:
+    """An object of the wrong class: `expected` is a class or a protocol that the named class does not satisfy."""
+    try:
+        given = load(spec["_target_"], ("",))
+    except TargetError:
+        return  # told where the object itself is checked
+    if not inspect.isclass(given) or not inspect.isclass(expected) or spec.get("_partial_"):
+        return
+    if getattr(expected, "_is_protocol", False):
+        wanted = [n for n, member in vars(expected).items() if inspect.isfunction(member) and not n.startswith("_")]
+        lacking = [n for n in wanted if not hasattr(given, n)]
+        if lacking:
+            remedy = f"is no {expected.__name__}: it has no '{lacking[0]}'; name a class that has"
+            yield Problem(where((*path, "_target_")), spec["_target_"], remedy)
+    elif expected in (int, float, str, bool) or not issubclass(given, expected):
+        yield Problem(where((*path, "_target_")), spec["_target_"], f"must be a {expected.__name__}")
+
+
+def annotations(target: Any) -> dict[str, Any]:
+    """Annotation of each parameter of `target`, evaluated; one that cannot be evaluated is left out."""
+    function = target.__init__ if inspect.isclass(target) else target
+    namespace = vars(sys.modules[function.__module__]) if hasattr(function, "__module__") else {}
+    found: dict[str, Any] = {}
+    for name, hint in getattr(function, "__annotations__", {}).items():
+        try:
+            found[name] = eval(hint, dict(namespace)) if isinstance(hint, str) else hint
+        except (NameError, AttributeError, TypeError):
+            continue  # imported for type checkers only: nothing a config could hold
+    return found
+
+
+def load(name: Any, allowed: Collection[str] = ALLOWED) -> Any:
+    """The class or function that `name` means. Raises `TargetError` with the remedy."""
+    if not isinstance(name, str) or not name.startswith(tuple(allowed)):
+        raise TargetError(f"is outside {', '.join(allowed)}; add a wrapper class there")
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:length])
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+                continue
+            raise TargetError(f"needs the package '{error.name}', which is not installed; install it") from error
+        except Exception as error:
+            raise TargetError(f"cannot be imported: {type(error).__name__}: {show(error)}") from error
+        for part in parts[length:]:
+            if not hasattr(found, part):
+                raise TargetError(f"no such name in {module_name}; {did_you_mean(part, _public(found))}")
+            found = getattr(found, part)
+        return found
+    raise TargetError(f"no module named '{'.'.join(parts[:-1])}'; correct the name")
+
+
+def _public(module: Any) -> list[str]:
+    return [n for n, member in vars(module).items() if callable(member) and member.__module__ == module.__name__]
