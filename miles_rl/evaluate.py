@@ -19,12 +19,11 @@ from typing import Any
 from scipy.stats import t as student_t
 
 from miles_rl.engine.client import EngineClient
+from miles_rl.rollout.agent import Agent
 from miles_rl.rollout.chat import ChatRenderer
-from miles_rl.rollout.policy import Sampling
 from miles_rl.rollout.recorder import EpisodeRecorder
 from miles_rl.rollout.runner import EpisodeRunner, FinishedEpisode
 from miles_rl.types import Outcome
-from sandbox_env.episode import EpisodeLimits
 from sandbox_env.task import Task
 
 SOLVED_REWARD = 1.0
@@ -89,39 +88,24 @@ class Evaluator:
         concurrency: int,
         max_attempts: int,
         timeout_s: float,
-        rollout: Mapping[str, Any],
+        agent: Agent,
         run_dir: str,
     ) -> None:
         self._data, self._sandboxes, self._fleet = data, sandboxes, fleet
         self._num_samples, self._max_attempts, self._timeout_s = num_samples, max_attempts, timeout_s
         self._slots = asyncio.Semaphore(concurrency)
-        self._rollout, self._run_dir = rollout, Path(run_dir)
+        self._agent, self._run_dir = agent, Path(run_dir)
         self._running = 0
         self._count = 0
         self._last: Evaluation | None = None
 
     async def start(self) -> None:
-        """Connect to engines and sandboxes; plays with the limits and sampling of the rollout."""
+        """Connect to engines and sandboxes."""
         initial, endpoints = await self._data.initial_policy(), await self._fleet.endpoints()
-        r = self._rollout
         self._tasks: list[Task] = await self._data.tasks("eval")
-        self._client = EngineClient(endpoints["router"], timeout_s=r["request_timeout_s"])
-        self._runner = EpisodeRunner(
-            self._sandboxes,
-            self._client,
-            ChatRenderer(initial["model_dir"]),
-            Sampling(
-                r["temperature"],
-                r["top_p"],
-                r["top_k"],
-                r["turn_tokens"],
-                r["session_tokens"],
-                r["request_timeout_s"],
-            ),
-            EpisodeLimits(r["max_turns"], r["wall_clock_s"], r["command_timeout_s"], r["observation_chars"]),
-            r["lease_timeout_s"],
-            r["system_prompt"],
-        )
+        self._client = EngineClient(endpoints["router"], timeout_s=self._agent.request_timeout_s)
+        renderer = ChatRenderer(initial["model_dir"])
+        self._runner = EpisodeRunner(self._sandboxes, self._client, renderer, self._agent)
         self._recorder = EpisodeRecorder(self._run_dir / "episodes")
 
     async def evaluate(self, version: int) -> Evaluation:

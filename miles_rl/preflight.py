@@ -98,20 +98,20 @@ def _groups(config: Config) -> Iterator[Finding]:
 
 
 def _lengths(config: Config) -> Iterator[Finding]:
-    rollout = config["rollout"]
+    rollout = config["rollout"]["agent"]
     if rollout["turn_tokens"] >= rollout["session_tokens"]:
         yield _finding(
             "error",
-            "rollout.turn_tokens",
+            "rollout.agent.turn_tokens",
             rollout["turn_tokens"],
             f"one turn fills the session of {rollout['session_tokens']} tokens and leaves no room for a prompt",
-            "give less than rollout.session_tokens",
+            "give less than rollout.agent.session_tokens",
         )
     context = config["engine"].get("context_length")
     if context is not None and rollout["session_tokens"] > context:
         yield _finding(
             "error",
-            "rollout.session_tokens",
+            "rollout.agent.session_tokens",
             rollout["session_tokens"],
             f"the engine's context is engine.context_length {context}",
             f"give at most {context}",
@@ -128,11 +128,11 @@ def _lengths(config: Config) -> Iterator[Finding]:
 
 
 def _support(config: Config) -> Iterator[Finding]:
-    rollout, correction = config["rollout"], config["loss"].get("correction", "none")
+    rollout, correction = config["rollout"]["agent"], config["loss"].get("correction", "none")
     if (rollout["top_p"] < 1 or rollout["top_k"] > 0) and correction != "none":
         yield _finding(
             "error",
-            "rollout.top_p" if rollout["top_p"] < 1 else "rollout.top_k",
+            "rollout.agent.top_p" if rollout["top_p"] < 1 else "rollout.agent.top_k",
             rollout["top_p"] if rollout["top_p"] < 1 else rollout["top_k"],
             "log-probabilities are over the whole vocabulary and the samples are not, so every importance ratio is off"
             " by the mass that was kept",

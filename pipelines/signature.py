@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, cast
@@ -128,5 +129,6 @@ def load(name: Any, allowed: Collection[str] = ALLOWED) -> Any:
     raise TargetError(f"no module named '{'.'.join(parts[:-1])}'; correct the name")
 
 
-def _public(module: Any) -> list[str]:
-    return [n for n, member in vars(module).items() if callable(member) and member.__module__ == module.__name__]
+def _public(found: Any) -> list[str]:
+    own = [n for n, member in vars(found).items() if getattr(member, "__module__", None) == found.__name__]
+    return own + [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", None) or [])]

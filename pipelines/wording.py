@@ -109,7 +109,9 @@ class Verdict:
         rates = f"solve rate {percent(self.before)} -> {percent(self.after)}"
         if self.delta_ci95 is None:
             return f"Not judged: {rates}, {points(self.delta)} points, without an interval."
-        change = f"{points(self.delta)} points, 95 % interval {points(self.delta_ci95[0])} to {points(self.delta_ci95[1])}"
+        change = (
+            f"{points(self.delta)} points, 95 % interval {points(self.delta_ci95[0])} to {points(self.delta_ci95[1])}"
+        )
         if self.kind == "noise":
             return f"No change beyond noise: {rates} ({change})."
         return f"{'It learned' if self.kind == 'learned' else 'It got worse'}: {rates} ({change})."

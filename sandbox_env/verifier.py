@@ -86,9 +86,9 @@ def _reward_of_json(raw: bytes) -> float:
             values = next(iter(numbers.values()))
         else:
             raise ValueError(f"reward.json has no 'reward' and {len(numbers)} numbers: {sorted(numbers)[:5]}")
-    if isinstance(values, bool) or not isinstance(values, int | float):
-        raise ValueError("reward.json holds no number")
-    return _finite(float(values), "reward.json")
+    if isinstance(values, int | float) and not isinstance(values, bool):
+        return _finite(float(values), "reward.json")
+    raise ValueError("reward.json holds no number")
 
 
 def _finite(value: float, name: str) -> float:

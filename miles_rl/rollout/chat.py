@@ -32,18 +32,17 @@ Message = Mapping[str, str]
 class ChatRenderer:
     """Renders messages (`{"role": ..., "content": ...}`) to ids with the chat template of a Hugging Face folder.
 
-    `template_options` go to the template as they are (for example `enable_thinking`). Works for templates that close
-    a turn with a token of its own and for those in which the opener of the next message is the stop token.
+    Works for templates that close a turn with a token of its own and for those in which the opener of the next
+    message is the stop token.
     Construction checks the tokenizer on a short conversation: ids must equal those of `apply_chat_template`, and no
     text may turn into structure. Raises `ValueError` naming the folder and the remedy.
     """
 
-    def __init__(self, model_dir: str, template_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, model_dir: str) -> None:
         self._dir = model_dir
-        self._options = dict(template_options or {})
         config = _read_json(Path(model_dir) / "config.json")
         if not config:
-            raise ValueError(f"model: {model_dir} has no config.json; give a Hugging Face model folder")
+            raise ValueError(f"model.path: {model_dir}; it has no config.json, give a Hugging Face model folder")
         self._native = self._load_tokenizer()
         self.context_length = self._context_length(config)
         stop_ids = self._declared_stop_ids(config)
@@ -54,7 +53,7 @@ class ChatRenderer:
         self._shapes: dict[tuple[str, ...], list[str | int]] = {}
         self.stop_token_ids: list[int] = sorted(stop_ids | self._closing_ids())
         if not self.stop_token_ids:
-            raise ValueError(f"model: {model_dir} names no stop token; set eos_token_id in its config.json")
+            raise ValueError(f"model.path: {model_dir}; it names no stop token, set eos_token_id in its config.json")
         self._check()
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -114,8 +113,8 @@ class ChatRenderer:
         pieces: list[str | int] = [int(part) if i % 2 else part for i, part in enumerate(parts)]
         if pieces[1::2] != list(range(len(roles))):
             raise ValueError(
-                f"model: the chat template of {self._dir} does not print each of {', '.join(roles)} once and in order; "
-                "use a template that does"
+                f"model.path: {self._dir}; its chat template does not print {', '.join(roles)} once each and in order, "
+                "use one that does"
             )
         self._shapes[roles] = pieces
         return pieces
@@ -123,12 +122,12 @@ class ChatRenderer:
     def _render(self, messages: list[dict[str, str]]) -> str:
         try:
             text = self._native.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self._options
+                messages, tokenize=False, add_generation_prompt=True
             )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             roles = ", ".join(m["role"] for m in messages)
             raise ValueError(
-                f"model: the chat template of {self._dir} cannot render {roles}: {error}; use roles that it knows"
+                f"model.path: {self._dir}; its chat template cannot render {roles} ({error}), use one that can"
             ) from error
         return str(text)
 
@@ -160,19 +159,20 @@ class ChatRenderer:
         try:
             tokenizer = AutoTokenizer.from_pretrained(self._dir, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"model: {self._dir} has no usable tokenizer; {str(error).splitlines()[0]}") from error
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"model.path: {self._dir}; it has no usable tokenizer ({reason})") from error
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ValueError(
-                f"model: the tokenizer of {self._dir} has no tokenizer.json; convert it to a fast tokenizer"
+                f"model.path: {self._dir}; it has no tokenizer.json, convert its tokenizer to a fast one"
             )
         if not tokenizer.chat_template:
-            raise ValueError(f"model: {self._dir} has no chat template; put a chat_template.jinja into the folder")
+            raise ValueError(f"model.path: {self._dir}; it has no chat template, put a chat_template.jinja into it")
         return tokenizer
 
     def _context_length(self, config: Mapping[str, Any]) -> int:
         length = config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings")
         if not isinstance(length, int) or length < 1:
-            raise ValueError(f"model: config.json of {self._dir} lacks max_position_embeddings; add the context length")
+            raise ValueError(f"model.path: {self._dir}; its config.json lacks max_position_embeddings, add it")
         return length
 
     def _declared_stop_ids(self, config: Mapping[str, Any]) -> set[int]:
@@ -219,7 +219,7 @@ class ChatRenderer:
         escaped = [content for content in text if structure & set(self._plain(f"a {content} b"))]
         if escaped:
             raise ValueError(
-                f"model: the tokenizer of {self._dir} makes structure of the plain text {escaped[0]!r}; use another"
+                f"model.path: {self._dir}; its tokenizer takes the plain text {escaped[0]!r} for structure, use another"
             )
         messages = [
             {"role": r, "content": c} for r, c in (("user", "Look."), ("assistant", "done"), ("user", "Again."))
@@ -227,7 +227,7 @@ class ChatRenderer:
         native = self._native(self._render(messages), add_special_tokens=False)["input_ids"]
         if self.prompt(messages) != native:
             raise ValueError(
-                f"model: the tokenizer of {self._dir} reads text differently after a special token; use another"
+                f"model.path: {self._dir}; its tokenizer reads text in another way after a special token, use another"
             )
 
 

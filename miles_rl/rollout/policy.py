@@ -7,15 +7,14 @@ log-probability and version are cut with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from miles_rl.engine.base import EngineError
 from miles_rl.engine.client import EngineClient
+from miles_rl.rollout.agent import Agent
 from miles_rl.rollout.chat import ChatRenderer
 from miles_rl.types import NO_VERSION
 from sandbox_env.episode import PolicyError, Reply
@@ -31,36 +30,14 @@ class TokenSpan:
     prompt_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the policy samples. `turn_tokens` bounds one reply, `session_tokens` the whole conversation."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    turn_tokens: int
-    session_tokens: int
-    request_timeout_s: float
-
-    def params(self, max_new_tokens: int, stop_token_ids: list[int]) -> Mapping[str, Any]:
-        """The `sampling_params` of one request."""
-        return {
-            "max_new_tokens": max_new_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "stop_token_ids": stop_token_ids,
-        }
-
-
 class TokenPolicy:
     """A `sandbox_env.episode.Policy` over one engine session, sticky to one replica by `session`."""
 
     def __init__(
-        self, client: EngineClient, renderer: ChatRenderer, messages: list[dict[str, str]], sampling: Sampling, session: str
+        self, client: EngineClient, renderer: ChatRenderer, agent: Agent, instruction: str, session: str
     ) -> None:
-        self._client, self._renderer, self._sampling, self._session = client, renderer, sampling, session
-        self._ids: list[int] = list(renderer.prompt(messages))
+        self._client, self._renderer, self._agent, self._session = client, renderer, agent, session
+        self._ids: list[int] = list(renderer.prompt(agent.messages(instruction)))
         self.prompt_length = len(self._ids)
         self._mask = [False] * len(self._ids)
         self._logprobs = [0.0] * len(self._ids)
@@ -69,17 +46,17 @@ class TokenPolicy:
 
     async def reply(self, timeout_s: float) -> Reply:
         """Generate one turn. "budget" when the session has no room, or cut the turn shorter than its own limit."""
-        room = self._sampling.session_tokens - len(self._ids)
+        room = self._agent.session_tokens - len(self._ids)
         if room < 1:
             return Reply("", "budget")
-        limit = min(self._sampling.turn_tokens, room)
+        limit = min(self._agent.turn_tokens, room)
         try:
             generation = await self._client.generate(
                 self._ids,
-                self._sampling.params(limit, self._renderer.stop_token_ids),
+                self._agent.sampling_params(limit, self._renderer.stop_token_ids),
                 rid=f"{self._session}/{len(self.spans)}",
                 routing_key=self._session,
-                timeout_s=min(timeout_s, self._sampling.request_timeout_s),
+                timeout_s=min(timeout_s, self._agent.request_timeout_s),
             )
         except EngineError as error:
             raise PolicyError(str(error)) from error
@@ -90,7 +67,7 @@ class TokenPolicy:
         self.spans.append(TokenSpan(start, len(self._ids), generation.cached_tokens, start))
         text = self._renderer.decode(generation.output_ids)
         if generation.finish_reason == "length":
-            return Reply(text, "length" if limit == self._sampling.turn_tokens else "budget")
+            return Reply(text, "length" if limit == self._agent.turn_tokens else "budget")
         return Reply(text, "stop")
 
     def observe(self, text: str) -> None:

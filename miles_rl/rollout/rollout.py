@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from miles_rl.engine.client import EngineClient
+from miles_rl.rollout.agent import Agent
 from miles_rl.rollout.chat import ChatRenderer
 from miles_rl.rollout.ledger import Ledger
-from miles_rl.rollout.policy import Sampling
 from miles_rl.rollout.recorder import EpisodeRecorder
 from miles_rl.rollout.runner import EpisodeRunner, FinishedEpisode
 from miles_rl.rollout.scheduler import FailureLimits, Sample, Scheduler, TaskOrder
 from miles_rl.types import Batch, Outcome, StopReason, WeightVersion
-from sandbox_env.episode import EpisodeLimits
 from sandbox_env.task import Task
 
 log = logging.getLogger(__name__)
@@ -42,32 +41,18 @@ class Rollout:
         group_size: int,
         concurrency: int,
         max_staleness: int,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        turn_tokens: int,
-        session_tokens: int,
-        max_turns: int,
-        wall_clock_s: float,
-        command_timeout_s: float,
-        observation_chars: int,
-        request_timeout_s: float,
-        lease_timeout_s: float,
         batch_timeout_s: float,
         max_failures_per_task: int,
         max_failures_in_a_row: int,
         run_dir: str,
         seed: int,
-        system_prompt: str | None = None,
+        agent: Agent,
     ) -> None:
         self._data, self._sandboxes, self._fleet = data, sandboxes, fleet
         self._mode, self._concurrency, self._batch_timeout_s = mode, concurrency, batch_timeout_s
         self._num_groups, self._group_size, self._max_staleness = num_groups, group_size, max_staleness
-        self._sampling = Sampling(temperature, top_p, top_k, turn_tokens, session_tokens, request_timeout_s)
-        self._episode_limits = EpisodeLimits(max_turns, wall_clock_s, command_timeout_s, observation_chars)
         self._failure_limits = FailureLimits(max_failures_per_task, max_failures_in_a_row)
-        self._lease_timeout_s, self._system_prompt = lease_timeout_s, system_prompt
-        self._run_dir, self._seed = Path(run_dir), seed
+        self._run_dir, self._seed, self._agent = Path(run_dir), seed, agent
         self._running: dict[asyncio.Task[None], Sample] = {}
         self._may_admit, self._may_take = asyncio.Event(), asyncio.Event()
         self._admission: asyncio.Task[None] | None = None
@@ -81,16 +66,9 @@ class Rollout:
         initial, endpoints = await self._data.initial_policy(), await self._fleet.endpoints()
         cursor: Mapping[str, Any] = initial.get("cursor") or {}
         self._tasks: dict[str, Task] = {t.name: t for t in await self._data.tasks("train")}
-        self._client = EngineClient(endpoints["router"], timeout_s=self._sampling.request_timeout_s)
-        self._runner = EpisodeRunner(
-            self._sandboxes,
-            self._client,
-            ChatRenderer(initial["model_dir"]),
-            self._sampling,
-            self._episode_limits,
-            self._lease_timeout_s,
-            self._system_prompt,
-        )
+        self._client = EngineClient(endpoints["router"], timeout_s=self._agent.request_timeout_s)
+        renderer = ChatRenderer(initial["model_dir"])
+        self._runner = EpisodeRunner(self._sandboxes, self._client, renderer, self._agent)
         self._ledger = Ledger(self._run_dir / "ledger.sqlite")
         self._recorder = EpisodeRecorder(self._run_dir / "episodes")
         self._scheduler = Scheduler(

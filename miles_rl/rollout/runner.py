@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from miles_rl.engine.client import EngineClient
+from miles_rl.rollout.agent import Agent
 from miles_rl.rollout.chat import ChatRenderer
-from miles_rl.rollout.policy import Sampling, TokenPolicy
+from miles_rl.rollout.policy import TokenPolicy
 from miles_rl.rollout.recorder import EpisodeRecord
 from miles_rl.types import Outcome, StopReason, Trajectory, Turn
-from sandbox_env.episode import EpisodeLimits, EpisodeResult, run_episode
+from sandbox_env.episode import EpisodeResult, run_episode
 from sandbox_env.pool import LeasedSandbox
 from sandbox_env.sandbox import SandboxError
 from sandbox_env.task import Task
@@ -97,27 +98,21 @@ class EpisodeRunner:
     sandboxes: Any
     client: EngineClient
     renderer: ChatRenderer
-    sampling: Sampling
-    limits: EpisodeLimits
-    lease_timeout_s: float
-    system_prompt: str | None = None
+    agent: Agent
 
     async def run(self, task: Task, sample_id: str) -> FinishedEpisode:
         """Lease a sandbox, play, score, release. A failure of infrastructure is an outcome, not an exception."""
-        messages = [{"role": "user", "content": task.instruction.strip()}]
-        if self.system_prompt:
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
-        policy = TokenPolicy(self.client, self.renderer, messages, self.sampling, sample_id)
+        policy = TokenPolicy(self.client, self.renderer, self.agent, task.instruction, sample_id)
         episode = FinishedEpisode(task, sample_id, EpisodeResult(), policy, started_s=time.time())
         try:
-            lease_id = await self.sandboxes.lease(task, self.lease_timeout_s)
+            lease_id = await self.sandboxes.lease(task, self.agent.lease_timeout_s)
         except SandboxError as error:
             episode.result = EpisodeResult(StopReason.ABORTED, Outcome.SANDBOX_FAILED, detail=str(error))
         else:
             try:
                 episode.ready_s, episode.sandbox_id = time.time(), lease_id
                 sandbox = LeasedSandbox(self.sandboxes, lease_id)
-                episode.result = await run_episode(task, sandbox, policy, self.limits)
+                episode.result = await run_episode(task, sandbox, policy, self.agent.limits)
             finally:
                 await asyncio.shield(self._release(lease_id))
         episode.finished_s = time.time()

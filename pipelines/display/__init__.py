@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -39,7 +39,7 @@ class Shown(Protocol):
 
 
 @contextlib.contextmanager
-def make_display(plan: Shown, run_dir: str | Path, total_steps: int) -> Iterator[Observer]:
+def make_display(plan: Shown, run_dir: str | Path, total_steps: int) -> Generator[Observer]:
     """An observer that shows the run: a live panel on a terminal, plain lines elsewhere (pipe, file, TERM=dumb).
 
     On leaving, also by an exception, the terminal is as it was and the panel's last state stays on it.

@@ -40,7 +40,7 @@ class Board:
         self.name = clean(name)
         self.seed = seed
         self.total_steps = total_steps
-        self.stages: dict[str, tuple[str, str]] = {stage: ("waiting", "") for stage in stages}
+        self.stages: dict[str, tuple[str, str]] = dict.fromkeys(stages, ("waiting", ""))
         self.figures: dict[str, Mapping[str, Any]] = {}
         self.notes: deque[str] = deque(maxlen=50)
         self.rewards: list[float] = []
@@ -97,8 +97,9 @@ class Board:
 
     @property
     def left_s(self) -> float | None:
-        """Expected seconds until the last step, from the pace of the last 20; None until there is a pace."""
-        if len(self._step_times) < 2 or self._ended_s is not None:
+        """Expected seconds until the last step, from the pace of the last 20; None without a pace or a future."""
+        over = self._ended_s is not None or any(state == "failed" for state, _ in self.stages.values())
+        if len(self._step_times) < 2 or over:
             return None
         (first, first_s), (last, last_s) = self._step_times[0], self._step_times[-1]
         pace_s = (last_s - first_s) / (last - first)

@@ -77,7 +77,8 @@ class Painter:
             row.append(f"{name}   ", "bold red" if state == "failed" else "" if state == "up" else "dim")
         for name, (state, detail) in self._board.stages.items():
             if detail and state in ("starting", "stopping", "failed"):
-                row.append(f"\n{name}: {detail}", "red" if state == "failed" else "dim")
+                shown = detail if detail.startswith(f"{name}:") else f"{name}: {detail}"
+                row.append(f"\n{shown}", "red" if state == "failed" else "dim")
         return row
 
     def _progress(self) -> Table:
@@ -86,24 +87,21 @@ class Painter:
         row.add_column(no_wrap=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True, justify="right")
-        ahead = board.phase if board.left_s is None else f"{duration(board.left_s)} left"
+        left = "" if board.left_s is None else f"{duration(board.left_s)} left"
+        ahead = " - ".join(part for part in (board.phase, left) if part)
         done = Text.assemble("step ", (str(board.step), "bold"), (f" / {board.steps}", "dim"))
-        row.add_row(done, ProgressBar(total=max(1, board.steps), completed=board.step), Text(ahead, "dim"))
+        row.add_row(done, ProgressBar(max(1, board.steps), board.step, complete_style="cyan"), Text(ahead, "dim"))
         return row
 
     def _figures(self) -> Table:
-        board = self._board
         table = Table.grid(padding=(0, 2), expand=True)
-        for _ in range(2):
-            table.add_column(style="dim", no_wrap=True)
-            table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-        kl = board.metric("train/train_rollout_kl")
-        mean, worst = board.metric("async/staleness_mean"), board.metric("async/staleness_max")
-        stale = "-" if mean is None and worst is None else f"{figure(mean)} mean, {figure(worst)} max"
-        table.add_row("solve rate", self._solve_rate(), "KL to rollout", figure(kl))
-        table.add_row("reward", self._reward(), "staleness", stale)
-        table.add_row("episodes", self._episodes(), "tokens / s", figure(board.of("fleet", "tokens_per_s")))
-        table.add_row("sandboxes", self._sandboxes(), "phase", board.phase or "-")
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+        table.add_row("solve rate", self._solve_rate())
+        table.add_row("reward", self._reward())
+        table.add_row("episodes", self._episodes())
+        table.add_row("policy", self._policy())
+        table.add_row("pace", self._pace())
         return table
 
     def _solve_rate(self) -> Text:
@@ -130,7 +128,7 @@ class Painter:
             return Text(figure(self._board.of("rollout", "reward_mean")))
         return Text.assemble((figure(rewards[-1]), "bold"), "  ", (self._sparkline(rewards), "green"))
 
-    def _sparkline(self, values: Sequence[float], width: int = 24) -> str:
+    def _sparkline(self, values: Sequence[float], width: int = 36) -> str:
         blocks = BLOCKS if self._unicode else ASCII_BLOCKS
         size = max(1, -(-len(values) // width))
         means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
@@ -147,6 +145,22 @@ class Painter:
             text.append(f", {figure(discarded)} discarded", "yellow")
         return text
 
-    def _sandboxes(self) -> str:
-        size, used = self._board.of("sandboxes", "size"), self._board.of("sandboxes", "in_use")
-        return "-" if size is None else f"{figure(used)} of {figure(size)} in use"
+    def _policy(self) -> Text:
+        metric = self._board.metric
+        text = _named("KL to rollout", metric("train/train_rollout_kl"))
+        text.append_text(_named("staleness", metric("async/staleness_mean")))
+        worst = metric("async/staleness_max")
+        return text if worst is None else text.append(f"(max {figure(worst)})", "dim")
+
+    def _pace(self) -> Text:
+        of = self._board.of
+        text = _named("tokens/s", of("fleet", "tokens_per_s"))
+        text.append_text(_named("s/step", self._board.metric("perf/step_s")))
+        size = of("sandboxes", "size")
+        used = None if size is None else f"{figure(of('sandboxes', 'in_use'))} of {figure(size)}"
+        return text.append_text(_named("sandboxes in use", used))
+
+
+def _named(name: str, value: float | str | None) -> Text:
+    shown = value if isinstance(value, str) else figure(value)
+    return Text.assemble((f"{name} ", "dim"), f"{shown}   ")

@@ -1,0 +1,70 @@
+"""What the engine's core asks of a model, whichever way it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from miles_rl.engine.embedded.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Logits [N, vocab_size] of the next token of each of `requests` [N]; on the model's device, any float dtype."""
+
+    requests: list[Request]
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFigures:
+    """How full the prefix cache is, in tokens."""
+
+    num_used_tokens: int
+    max_tokens: int
+
+
+class Backend(Protocol):
+    """One model and the keys and values of its sequences. Only the model thread calls it, except `stage`."""
+
+    vocab_size: int
+    context_length: int
+    eos_token_ids: frozenset[int]
+
+    def admit(self, request: Request) -> bool:
+        """Give the request a place and what the prefix cache has of it. False: not now, ask again later."""
+        ...
+
+    def forward(self, prefill: Sequence[tuple[Request, int]]) -> StepOutput:
+        """One pass over the last token of every decoding request and the next n tokens of each `(request, n)`.
+
+        Requests whose prompt is complete after it are decoding from then on, and are in the output.
+        """
+        ...
+
+    def release(self, request: Request, reusable: bool) -> None:
+        """Take the place back; with `reusable`, what was computed may serve later requests."""
+        ...
+
+    def clear_cache(self) -> None:
+        """Forget every reusable key and value; running requests keep theirs."""
+        ...
+
+    def cache_figures(self) -> CacheFigures:
+        """How full the prefix cache is."""
+        ...
+
+    def stage(self, model_dir: str) -> Any:
+        """Read and check new weights beside the ones in force; any thread. Raises `WeightsError`."""
+        ...
+
+    def install(self, staged: Any) -> None:
+        """Put staged weights in force; cannot fail half-way."""
+        ...
+
+    def checksum(self) -> str:
+        """Checksum of the weights in force (`miles_rl.weights.checksum`), under the names in their files."""
+        ...

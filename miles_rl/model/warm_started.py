@@ -1,0 +1,126 @@
+"""A small policy that imitates demonstrations first, because a random one never earns a reward.
+
+The result is a folder named by the hash of everything that determines it. It is looked for beside this module (the
+one that ships with the project), then in the user's cache, and made if it is in neither. To make the shipped one
+again, for example after the suite's demonstrations changed:
+
+    python -m miles_rl.model.warm_started
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from miles_rl.model.base import Progress
+from miles_rl.model.recipe import Architecture, WarmStartOptions, recipe_key
+from sandbox_env.suites.base import Suite
+
+SHIPPED = Path(__file__).parent / "shipped"
+RECIPE = "recipe.json"
+
+
+class WarmStarted:
+    """A `PolicySource`: a Qwen3 model of `architecture` and a tokenizer of `vocab_size`, trained by `warm_start`.
+
+    `cache_dir` holds what was made before; the default is `$MILES_CACHE`, else `~/.cache/miles_rl`. A folder whose
+    files are not those that were written is made again. Training runs on one thread.
+    """
+
+    def __init__(
+        self, architecture: Architecture, vocab_size: int, warm_start: WarmStartOptions, cache_dir: str | None = None
+    ) -> None:
+        self._architecture, self._vocab_size, self._options = architecture, vocab_size, warm_start
+        root = cache_dir or os.environ.get("MILES_CACHE") or "~/.cache/miles_rl"
+        self._cache = Path(root).expanduser() / "warm_start"
+
+    def key(self, suite: Suite) -> str:
+        """What stands for this policy on this suite: equal keys mean equal policies."""
+        return recipe_key(self._architecture, self._vocab_size, self._options, self._demonstrations(suite))
+
+    def prepare(self, suite: Suite, progress: Progress | None = None) -> str:
+        """The folder of the policy: shipped, cached, or trained now (minutes)."""
+        key = self.key(suite)
+        for folder in (*sorted(SHIPPED.glob("*/")), self._cache / key):
+            if is_intact(folder, key):
+                return str(folder)
+        return str(self.train(suite, self._cache / key, progress))
+
+    def train(self, suite: Suite, target: Path, progress: Progress | None = None) -> Path:
+        """Train the policy and put it at `target`, which is replaced in one move when all is written."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
+        try:
+            self._write(suite, scratch, progress)
+            scratch.chmod(0o755)
+            if target.exists():
+                shutil.rmtree(target)
+            scratch.rename(target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return target
+
+    def _write(self, suite: Suite, folder: Path, progress: Progress | None) -> None:
+        import torch
+
+        from miles_rl.model.tokenizer import train_tokenizer
+        from miles_rl.rollout.chat import ChatRenderer
+        from miles_rl.trainer.warm_start import build_model, render_demonstration, texts_of, train_warm_start
+
+        started = time.monotonic()
+        demonstrations = self._demonstrations(suite)
+        tokenizer = train_tokenizer(texts_of(demonstrations), self._vocab_size, self._architecture.context_length)
+        tokenizer.save_pretrained(folder)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._options.seed)
+                model = build_model(self._architecture, self._vocab_size, tokenizer)
+                model.save_pretrained(folder)  # the renderer reads the config
+                renderer = ChatRenderer(str(folder))
+                examples = [render_demonstration(renderer, d) for d in demonstrations]
+                loss = train_warm_start(model, examples, self._options, progress)
+        finally:
+            torch.set_num_threads(threads)
+        model.save_pretrained(folder)
+        facts = {
+            "key": recipe_key(self._architecture, self._vocab_size, self._options, demonstrations),
+            "architecture": asdict(self._architecture),
+            "vocab_size": self._vocab_size,
+            "warm_start": asdict(self._options),
+            "num_parameters": sum(p.numel() for p in model.parameters()),
+            "loss": round(loss, 4),
+            "train_s": round(time.monotonic() - started, 1),
+            "files": {p.name: _digest(p) for p in sorted(folder.iterdir())},
+        }
+        (folder / RECIPE).write_text(json.dumps(facts, indent=2) + "\n")
+
+    def _demonstrations(self, suite: Suite) -> list[Any]:
+        options = self._options
+        return list(
+            suite.demonstrations(options.num_demonstrations, seed=options.seed, mistake_rate=options.mistake_rate)
+        )
+
+
+def is_intact(folder: Path, key: str) -> bool:
+    """True if `folder` holds the policy of `key`, every file as it was written."""
+    try:
+        recipe = json.loads((folder / RECIPE).read_text())
+        return recipe["key"] == key and all(
+            _digest(folder / name) == digest for name, digest in recipe["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

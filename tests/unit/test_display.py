@@ -1,0 +1,318 @@
+import io
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pipelines.display import closing_lines, make_display
+from pipelines.display.board import Board
+from pipelines.display.live import Painter
+from pipelines.display.plain import PlainDisplay
+
+STAGES = ("data", "sandboxes", "fleet", "eval", "rollout", "trainer")
+PLAN = SimpleNamespace(name="quickstart", seed=7, stages=STAGES)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def board_at(clock: Clock, steps: int = 100) -> Board:
+    return Board("quickstart", 7, STAGES, steps, clock)
+
+
+def trainer(step: int, reward: float = 0.5, steps: int = 100) -> dict[str, Any]:
+    metrics = {
+        "rollout/reward_mean": reward,
+        "train/train_rollout_kl": 0.0021,
+        "async/staleness_mean": 1.5,
+        "async/staleness_max": 3,
+    }
+    return {"step": step, "steps": steps, "phase": "training", "metrics": metrics}
+
+
+def painted(board: Board, width: int = 110, unicode: bool = True) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False, color_system=None)
+    console.print(Painter(board, unicode).panel())
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_time_left_follows_the_pace_of_the_steps() -> None:
+    clock = Clock()
+    board = board_at(clock)
+    assert board.left_s is None
+    for step in range(11):
+        board.status("trainer", trainer(step))
+        clock.now_s += 2.0
+    assert board.left_s == pytest.approx(2.0 * 90 - 2.0)
+    clock.now_s += 1000
+    assert board.left_s == 0.0
+    board.stage("fleet", "failed", "gone")
+    assert board.left_s is None
+
+
+def test_the_panel_shows_every_figure_that_the_stages_gave() -> None:
+    board = board_at(Clock())
+    for name in STAGES:
+        board.stage(name, "up")
+    board.status("trainer", trainer(61, reward=0.689))
+    ends = [{"solve_rate": 0.41, "ci95": [0.33, 0.49], "version": 0}, {"solve_rate": 0.72, "ci95": [0.64, 0.79]}]
+    board.status("eval", {"running": 0, "history": ends})
+    board.status("rollout", {"running": 64, "scored": 3904, "failed": 2, "discarded": 8})
+    board.status("fleet", {"tokens_per_s": 1834.2})
+    board.status("sandboxes", {"size": 32, "in_use": 29})
+    board.note("publish 61 in 0.08 s")
+    shown = painted(board)
+    for text in (
+        "quickstart - seed 7",
+        "step 61 / 100",
+        "41 % [33, 49] -> 72 % [64, 79] +31",
+        "0.689",
+        "64 running, 3,904 scored, 2 failed, 8 discarded",
+        "KL to rollout 0.0021",
+        "staleness 1.5   (max 3)",
+        "tokens/s 1,834",
+        "29 of 32",
+        "publish 61 in 0.08 s",
+    ):
+        assert text in shown
+
+
+def test_the_panel_names_a_failed_stage_and_its_cause_once() -> None:
+    board = board_at(Clock())
+    board.stage("fleet", "failed", "fleet: replica 0 ended with -9")
+    shown = painted(board)
+    assert shown.count("fleet: replica 0 ended with -9") == 1
+    assert "fleet: fleet:" not in shown
+
+
+def test_the_panel_stands_any_figure_a_stage_may_send() -> None:
+    board = board_at(Clock())
+    odd: list[Any] = [None, float("nan"), float("inf"), "text", [], {}, True, -1]
+    for value in odd:
+        for name in (*STAGES, "unheard-of"):
+            keys = ("step", "steps", "phase", "metrics", "running", "solve_rate", "ci95", "history", "size")
+            board.status(name, dict.fromkeys(keys, value))
+            board.stage(name, str(value))
+        board.status("trainer", {"step": 3, "metrics": {"rollout/reward_mean": value}})
+        board.status("eval", {"history": [value, {"solve_rate": value, "ci95": value, "version": value}]})
+        for width in (20, 60, 200):
+            assert "quickstart"[:5] in painted(board, width)
+
+
+def test_hostile_text_reaches_neither_the_terminal_nor_the_markup() -> None:
+    board = board_at(Clock())
+    board.note("\x1b[2J\x1b]0;owned\x07[bold]not markup[/bold]\r\nsecond\x9b31m")
+    board.stage("fleet", "starting", "a\x1b[31mb")
+    shown = painted(board)
+    assert "\x1b" not in shown
+    assert "\x9b" not in shown
+    assert "[bold]not markup[/bold] second" in shown
+    assert "fleet: ab" in shown
+
+
+def test_a_terminal_without_unicode_gets_ascii_figures() -> None:
+    board = board_at(Clock())
+    for step in range(1, 20):
+        board.status("trainer", trainer(step, reward=step / 20))
+    board.stage("data", "up")
+    inside = painted(board, unicode=False).splitlines()
+    assert any("* data" in line for line in inside)
+    assert any(line.strip("\u2502 ").isascii() and "reward" in line for line in inside)
+
+
+def test_evaluations_without_a_history_count_when_nothing_of_them_runs() -> None:
+    board = board_at(Clock())
+    for running, rate, version in [(40, 0.2, 0), (0, 0.4, 0), (0, 0.4, 0), (3, 0.9, 50), (0, 0.7, 50)]:
+        board.status("eval", {"running": running, "solve_rate": rate, "ci95": None, "version": version})
+    assert [(e.solve_rate, e.version) for e in board.evaluations] == [(0.4, 0), (0.7, 50)]
+
+
+def test_plain_lines_are_paced_and_the_last_step_is_always_shown() -> None:
+    clock, out = Clock(), io.StringIO()
+    display = PlainDisplay(board_at(clock), out)
+    for step in range(101):
+        display.status("trainer", trainer(step))
+        clock.now_s += 0.1
+    display.close()
+    steps = [int(found[1]) for found in re.finditer(r"step (\d+)/100", out.getvalue())]
+    assert steps[0] == 1
+    assert steps[-1] == 100
+    assert len(steps) == len(set(steps))
+    assert 4 <= len(steps) <= 8
+
+
+def test_plain_lines_tell_of_stages_evaluations_and_notes_once() -> None:
+    out = io.StringIO()
+    display = PlainDisplay(board_at(Clock()), out)
+    display.stage("fleet", "starting", "1 replica")
+    display.stage("fleet", "starting", "1 replica")
+    display.stage("fleet", "up")
+    for _ in range(3):
+        display.status("eval", {"running": 0, "solve_rate": 0.41, "ci95": [0.33, 0.49], "version": 0})
+    display.note("\x1b[31mengine restarted\x1b[0m")
+    lines = [line.partition("] ")[2] for line in out.getvalue().splitlines()]
+    assert lines == [
+        "fleet: starting (1 replica)",
+        "fleet: up",
+        "evaluation of version 0: solve rate 41 % [33, 49]",
+        "engine restarted",
+    ]
+
+
+def test_a_closed_pipe_ends_the_lines_and_not_the_run() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as out:
+        display = PlainDisplay(board_at(Clock()), out)
+        display.note("one")
+        display.note("two")
+        display.status("trainer", trainer(1))
+        assert display is not None
+        out = out.detach()  # nothing buffered is left to fail at close
+        os.close(out.raw.fileno()) if hasattr(out, "raw") else None
+
+
+def test_output_that_is_not_a_terminal_never_holds_an_escape(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with make_display(PLAN, tmp_path, 100) as observer:
+        observer.stage("data", "up")
+        observer.status("trainer", trainer(1))
+        observer.note("hello")
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "data: up" in out
+    assert "step 1/100" in out
+
+
+PROGRAM = """
+    import sys, time
+    from types import SimpleNamespace
+    from pipelines.display import make_display
+    plan = SimpleNamespace(name="quickstart", seed=7, stages=("data", "trainer"))
+    with make_display(plan, "runs/x", 10) as observer:
+        observer.stage("data", "up")
+        observer.status("trainer", {"step": 4, "steps": 10})
+        print("a printed line")
+        time.sleep(0.5)
+        ENDING
+"""
+
+
+def on_a_terminal(ending: str, term: str = "xterm-256color") -> str:
+    """What a program that shows a display writes to a real pseudo-terminal until it ends."""
+    main, side = pty.openpty()
+    program = textwrap.dedent(PROGRAM).replace("ENDING", ending)
+    env = {**os.environ, "TERM": term, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUTF8": "1"}
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=side, stdout=side, stderr=side, env=env)
+    os.close(side)
+    written, deadline = b"", time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if select.select([main], [], [], 0.2)[0]:
+            try:
+                written += os.read(main, 65536)
+            except OSError:
+                break
+    process.wait(timeout=10)
+    os.close(main)
+    return written.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected"),
+    [("pass", "a printed line"), ("raise RuntimeError('boom')", "boom"), ("raise KeyboardInterrupt", "Keyboard")],
+)
+def test_a_terminal_sees_the_panel_and_gets_its_cursor_back(ending: str, expected: str) -> None:
+    written = on_a_terminal(ending)
+    assert "\x1b[?25l" in written
+    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
+    assert "quickstart" in written
+    assert expected in written
+
+
+def test_a_dumb_terminal_gets_plain_lines() -> None:
+    written = on_a_terminal("pass", term="dumb")
+    assert "\x1b" not in written
+    assert "step 4/10" in written
+
+
+def result_with(**metrics: Any) -> dict[str, Any]:
+    named = {f"eval/solve_rate_{name}": value for name, value in metrics.items()}
+    return {"status": "completed", "steps": 100, "wall_s": 150.0, "metrics": named}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "first", "last"),
+    [
+        (
+            {"before": 0.41, "after": 0.72, "delta": 0.31, "delta_ci95": [0.22, 0.4]},
+            "It learned: solve rate 41 % -> 72 % (+31 points, 95 % interval +22 to +40).",
+            "other seeds",
+        ),
+        (
+            {"before": 0.41, "after": 0.45, "delta": 0.04, "delta_ci95": [-0.03, 0.11]},
+            "No change beyond noise: solve rate 41 % -> 45 % (+4 points, 95 % interval -3 to +11).",
+            "steps=200",
+        ),
+        (
+            {"before": 0.41, "after": 0.2, "delta": -0.21, "delta_ci95": [-0.3, -0.1]},
+            "It got worse: solve rate 41 % -> 20 % (-21 points, 95 % interval -30 to -10).",
+            "learning rate",
+        ),
+        ({"before": 0.96, "after": 0.96, "delta": 0.0, "delta_ci95": [-0.1, 0.1]}, "No change", "too easy"),
+        ({"before": 0.01, "after": 0.01, "delta": 0.0, "delta_ci95": [-0.1, 0.1]}, "No change", "longer warm start"),
+        ({"before": 0.41, "after": 0.72}, "Not judged: solve rate 41 % -> 72 %, +31 points, without", "evaluate"),
+        ({"after": 0.72}, "Not judged: there is no evaluation before", "evaluate"),
+        ({}, "Not judged: there is no evaluation before", "evaluate"),
+        ({"before": float("nan"), "after": None}, "Not judged: there is no evaluation before", "evaluate"),
+    ],
+)
+def test_the_closing_lines_claim_only_what_the_interval_allows(
+    tmp_path: Path, metrics: dict[str, Any], first: str, last: str
+) -> None:
+    report = tmp_path / "report.html"
+    report.touch()
+    lines = closing_lines(result_with(**metrics), report)
+    assert len(lines) == 3
+    assert lines[0].startswith(first)
+    assert lines[1] == f"Report: {report}"
+    assert last in lines[2]
+
+
+def test_a_failed_run_closes_with_its_cause_its_log_and_a_remedy(tmp_path: Path) -> None:
+    result = {"status": "failed", "steps": 12, "wall_s": 65.0, "error": "fleet: replica 0 ended with -9\nTraceback"}
+    lines = closing_lines(result, tmp_path / "report.html")
+    assert lines == [
+        "Failed after 12 steps and 1 m 05 s: fleet: replica 0 ended with -9",
+        f"Log: {tmp_path / 'log.txt'}",
+        f"Next: see {tmp_path / 'log.txt'}; plan_only=true checks the config",
+    ]
+
+
+def test_an_interrupted_run_with_a_checkpoint_says_how_to_go_on(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-10").mkdir(parents=True)
+    lines = closing_lines({"status": "interrupted", "steps": 12, "wall_s": 65.0}, tmp_path / "report.html")
+    assert lines[0] == "Interrupted after 12 steps and 1 m 05 s."
+    assert lines[2] == f"Next: resume={tmp_path} goes on from the last checkpoint"
+
+
+def test_the_closing_lines_stand_a_result_with_nothing_in_it(tmp_path: Path) -> None:
+    assert len(closing_lines({}, tmp_path / "report.html")) == 3
+    assert len(closing_lines({"status": "failed", "metrics": None}, tmp_path / "report.html")) == 3
