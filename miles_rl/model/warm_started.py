@@ -9,7 +9,6 @@ again, for example after the suite's demonstrations changed:
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -59,21 +58,22 @@ class WarmStarted:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
         try:
-            self._write(suite, scratch, progress)
+            key = self._write(suite, scratch, progress)
             scratch.chmod(0o755)
-            if target.exists():
-                shutil.rmtree(target)
-            scratch.rename(target)
+            if not is_intact(target, key):
+                shutil.rmtree(target, ignore_errors=True)
+                scratch.rename(target)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         return target
 
-    def _write(self, suite: Suite, folder: Path, progress: Progress | None) -> None:
+    def _write(self, suite: Suite, folder: Path, progress: Progress | None) -> str:
+        """Train and write everything into `folder`; returns the key."""
         import torch
 
         from miles_rl.model.tokenizer import train_tokenizer
         from miles_rl.rollout.chat import ChatRenderer
-        from miles_rl.trainer.warm_start import build_model, render_demonstration, texts_of, train_warm_start
+        from miles_rl.trainer.warm_start import build_model, render_demonstration, save_weights, texts_of, train_warm_start
 
         started = time.monotonic()
         demonstrations = self._demonstrations(suite)
@@ -84,16 +84,23 @@ class WarmStarted:
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._options.seed)
-                model = build_model(self._architecture, self._vocab_size, tokenizer)
-                model.save_pretrained(folder)  # the renderer reads the config
+                model = build_model(
+                    self._architecture,
+                    self._vocab_size,
+                    pad_token_id=tokenizer.pad_token_id,
+                    eos_token_id=tokenizer.eos_token_id,
+                )
+                model.config.save_pretrained(folder)  # the renderer reads it
                 renderer = ChatRenderer(str(folder))
                 examples = [render_demonstration(renderer, d) for d in demonstrations]
                 loss = train_warm_start(model, examples, self._options, progress)
         finally:
             torch.set_num_threads(threads)
-        model.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        save_weights(model, folder)
+        key = recipe_key(self._architecture, self._vocab_size, self._options, demonstrations)
         facts = {
-            "key": recipe_key(self._architecture, self._vocab_size, self._options, demonstrations),
+            "key": key,
             "architecture": asdict(self._architecture),
             "vocab_size": self._vocab_size,
             "warm_start": asdict(self._options),
@@ -103,6 +110,7 @@ class WarmStarted:
             "files": {p.name: _digest(p) for p in sorted(folder.iterdir())},
         }
         (folder / RECIPE).write_text(json.dumps(facts, indent=2) + "\n")
+        return key
 
     def _demonstrations(self, suite: Suite) -> list[Any]:
         options = self._options
@@ -124,3 +132,24 @@ def is_intact(folder: Path, key: str) -> bool:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write_shipped(name: str = "tiny") -> Path:
+    """Train the policy of `conf/model/<name>.yaml` on the default suite and put it into the shipped folder."""
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    conf = Path(__file__).parents[2] / "conf"
+    source = instantiate(OmegaConf.load(conf / "model" / f"{name}.yaml"), _convert_="all")
+    suite = instantiate(OmegaConf.load(conf / "suite" / "minibench.yaml"), _convert_="all")
+    shutil.rmtree(SHIPPED / name, ignore_errors=True)
+
+    def progress(step: int, steps: int, loss: float) -> None:
+        if step % 100 == 0 or step == steps:
+            print(f"warm start {step}/{steps}, loss {loss:.3f}", flush=True)
+
+    return source.train(suite, SHIPPED / name, progress)
+
+
+if __name__ == "__main__":
+    print(write_shipped())

@@ -225,7 +225,10 @@ class ChatRenderer:
             {"role": r, "content": c} for r, c in (("user", "Look."), ("assistant", "done"), ("user", "Again."))
         ]
         native = self._native(self._render(messages), add_special_tokens=False)["input_ids"]
-        if self.prompt(messages) != native:
+        ids = self.prompt(messages)
+        if "Look." not in self.decode(ids):
+            raise ValueError(f"model.path: {self._dir}; its tokenizer loses text, put its tokenizer.json into the folder")
+        if ids != native:
             raise ValueError(
                 f"model.path: {self._dir}; its tokenizer reads text in another way after a special token, use another"
             )

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from miles_rl.types import Outcome, StopReason, Trajectory, Turn
+from miles_rl.types import Outcome, StopReason, Turn
 
 TURN = pa.struct(
     [
@@ -117,36 +117,6 @@ class EpisodeRecord:
         scored = self.reward is not None and bool(np.isfinite(self.reward))
         if scored != (self.outcome is Outcome.SCORED) or (self.reward is not None and not scored):
             raise ValueError(f"{self.sample_id}: outcome {self.outcome} with reward {self.reward}")
-
-    @classmethod
-    def of_trajectory(
-        cls,
-        trajectory: Trajectory,
-        *,
-        kind: Literal["train", "eval"],
-        started_s: float,
-        finished_s: float,
-        ready_s: float | None = None,
-        split: str | None = None,
-        attempt: int = 0,
-        step: int | None = None,
-        version: int | None = None,
-        prompt_text: str = "",
-    ) -> EpisodeRecord:
-        """The record of a scored episode."""
-        own = {f.name: getattr(trajectory, f.name) for f in fields(trajectory)}
-        return cls(
-            **own,
-            kind=kind,
-            started_s=started_s,
-            finished_s=finished_s,
-            ready_s=ready_s,
-            split=split,
-            attempt=attempt,
-            step=step,
-            version=version,
-            prompt_text=prompt_text,
-        )
 
     def row(self) -> dict[str, object]:
         """The record as one row of `SCHEMA`."""

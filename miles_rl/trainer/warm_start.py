@@ -10,9 +10,10 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -27,13 +28,6 @@ OBSERVATION_CHARS = 2000
 WARM_UP = 0.05
 FINAL_RATE = 0.02
 BUCKET_BATCHES = 16
-
-
-class Tokens(Protocol):
-    """Special token ids that the model's config names."""
-
-    pad_token_id: int
-    eos_token_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +73,9 @@ def observation_text(turn: DemoTurn) -> str:
     return observation_of(ExecResult(turn.exit_code, turn.observation), OBSERVATION_CHARS, timeout_s=0.0)
 
 
-def build_model(architecture: Architecture, vocab_size: int, tokens: Tokens) -> Qwen3ForCausalLM:
+def build_model(
+    architecture: Architecture, vocab_size: int, *, pad_token_id: int, eos_token_id: int
+) -> Qwen3ForCausalLM:
     """A Qwen3 model with random float32 weights from torch's current seed."""
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -91,8 +87,8 @@ def build_model(architecture: Architecture, vocab_size: int, tokens: Tokens) -> 
         head_dim=architecture.head_dim,
         max_position_embeddings=architecture.context_length,
         tie_word_embeddings=True,
-        pad_token_id=tokens.pad_token_id,
-        eos_token_id=tokens.eos_token_id,
+        pad_token_id=pad_token_id,
+        eos_token_id=eos_token_id,
         bos_token_id=None,
     )
     return Qwen3ForCausalLM(config)
@@ -119,7 +115,7 @@ def train_warm_start(
     for step in range(options.steps):
         for group in optimizer.param_groups:
             group["lr"] = options.learning_rate * _one_cycle(step, options.steps)
-        loss = _loss(model, next(batches))
+        loss = conversation_loss(model, next(batches))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -130,6 +126,14 @@ def train_warm_start(
     model.eval()
     tail = losses[-max(1, len(losses) // 10) :]
     return sum(tail) / len(tail)
+
+
+def save_weights(model: Qwen3ForCausalLM, folder: Path) -> None:
+    """Write `model.safetensors`. The output layer is the embedding, so it is not stored twice."""
+    tensors = {name: t.contiguous() for name, t in model.state_dict().items() if name != "lm_head.weight"}
+    path = folder / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
 
 
 def _one_cycle(step: int, steps: int) -> float:
@@ -157,7 +161,7 @@ def _batches(examples: Sequence[Example], options: WarmStartOptions) -> Iterator
                 yield [examples[i] for i in cut]
 
 
-def _loss(model: Qwen3ForCausalLM, batch: Sequence[Example]) -> Tensor:
+def conversation_loss(model: Qwen3ForCausalLM, batch: Sequence[Example]) -> Tensor:
     """Mean negative log-likelihood of the policy tokens; logits are made for those alone.
 
     Padding stands on the right, where causal attention keeps it away from every token that counts.

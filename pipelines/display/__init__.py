@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console
 
@@ -15,36 +14,19 @@ from pipelines.display.closing import closing_lines
 from pipelines.display.live import live
 from pipelines.display.plain import PlainDisplay
 from pipelines.observer import Observer
+from pipelines.plan import Plan
 
 __all__ = ["closing_lines", "make_display"]
 
 
-class Shown(Protocol):
-    """What the display asks of a plan: `stages` names the stages in the order in which they start."""
-
-    @property
-    def name(self) -> str:
-        """Name of the run."""
-        ...
-
-    @property
-    def seed(self) -> int:
-        """Seed of the run."""
-        ...
-
-    @property
-    def stages(self) -> Iterable[str]:
-        """Names of the stages."""
-        ...
-
-
 @contextlib.contextmanager
-def make_display(plan: Shown, run_dir: str | Path, total_steps: int) -> Generator[Observer]:
+def make_display(plan: Plan, run_dir: str | Path, total_steps: int) -> Generator[Observer]:
     """An observer that shows the run: a live panel on a terminal, plain lines elsewhere (pipe, file, TERM=dumb).
 
     On leaving, also by an exception, the terminal is as it was and the panel's last state stays on it.
     """
-    board = Board(plan.name, plan.seed, plan.stages, total_steps)
+    name, seed = str(plan.config["name"]), int(plan.config["seed"])
+    board = Board(name, seed, [stage.name for stage in plan.stages], total_steps)
     console = Console()
     if sys.stdout.isatty() and not console.is_dumb_terminal:
         board.note(f"run folder: {run_dir}")
@@ -55,7 +37,7 @@ def make_display(plan: Shown, run_dir: str | Path, total_steps: int) -> Generato
                 board.finish()
         return
     plain = PlainDisplay(board, sys.stdout)
-    plain.note(f"{plan.name} - seed {plan.seed} - run folder: {run_dir}")
+    plain.note(f"{name} - seed {seed} - run folder: {run_dir}")
     try:
         yield plain
     finally:

@@ -126,16 +126,14 @@ class Board:
             self.rewards.append(reward)
 
     def _take_evaluations(self, figures: Mapping[str, Any]) -> None:
-        """The stage's `history` is all of them; a stage without one shows each when nothing of it runs any more."""
+        """The stage's `history` is all of them; without one, its own figures are the last that finished."""
         history: Any = figures.get("history")
         if isinstance(history, Sequence):
             entries = cast("Sequence[Any]", history)
             found = [_evaluation(cast("Mapping[str, Any]", e)) for e in entries if isinstance(e, Mapping)]
             self.evaluations = [evaluation for evaluation in found if evaluation is not None]
-        elif not number(figures, "running"):
-            latest = _evaluation(figures)
-            if latest is not None and latest not in self.evaluations:
-                self.evaluations.append(latest)
+        elif (latest := _evaluation(figures)) is not None and latest not in self.evaluations[-1:]:
+            self.evaluations.append(latest)
 
 
 def _evaluation(figures: Mapping[str, Any]) -> Evaluation | None:

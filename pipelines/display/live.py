@@ -141,8 +141,8 @@ class Painter:
         done, failed = of("rollout", "scored"), of("rollout", "failed") or 0
         text = Text(f"{figure(of('rollout', 'running'))} running, {figure(done)} scored, ")
         text.append(f"{figure(failed)} failed", "red" if failed else "dim")
-        if discarded := of("rollout", "discarded"):
-            text.append(f", {figure(discarded)} discarded", "yellow")
+        if dropped := of("rollout", "discarded") or of("rollout", "stale"):
+            text.append(f", {figure(dropped)} dropped", "yellow")
         return text
 
     def _policy(self) -> Text:

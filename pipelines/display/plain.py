@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 from collections.abc import Mapping
 from typing import Any, TextIO
 
@@ -76,6 +76,11 @@ class PlainDisplay:
         return "  ".join(parts)
 
     def _line(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        try:
             self._out.write(f"[{self._board.elapsed_s:7.1f} s] {text.rstrip()}\n")
             self._out.flush()
+        except BrokenPipeError:
+            # Also what others print later, and what is flushed at exit, must find an open file.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._out.fileno())
+            os.close(nowhere)

@@ -8,7 +8,6 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +17,14 @@ from pipelines.display import closing_lines, make_display
 from pipelines.display.board import Board
 from pipelines.display.live import Painter
 from pipelines.display.plain import PlainDisplay
+from pipelines.plan import Plan, PlannedStage
 
 STAGES = ("data", "sandboxes", "fleet", "eval", "rollout", "trainer")
-PLAN = SimpleNamespace(name="quickstart", seed=7, stages=STAGES)
+
+
+def plan_of(*stages: str) -> Plan:
+    planned = tuple(PlannedStage(name, (), "pipelines.x", {}, 1, 0, 0.1, 1.0, 1.0, 1.0) for name in stages)
+    return Plan(planned, stages[-1], {"name": "quickstart", "seed": 7})
 
 
 class Clock:
@@ -83,7 +87,7 @@ def test_the_panel_shows_every_figure_that_the_stages_gave() -> None:
         "step 61 / 100",
         "41 % [33, 49] -> 72 % [64, 79] +31",
         "0.689",
-        "64 running, 3,904 scored, 2 failed, 8 discarded",
+        "64 running, 3,904 scored, 2 failed, 8 dropped",
         "KL to rollout 0.0021",
         "staleness 1.5   (max 3)",
         "tokens/s 1,834",
@@ -136,10 +140,10 @@ def test_a_terminal_without_unicode_gets_ascii_figures() -> None:
     assert any(line.strip("\u2502 ").isascii() and "reward" in line for line in inside)
 
 
-def test_evaluations_without_a_history_count_when_nothing_of_them_runs() -> None:
+def test_evaluations_without_a_history_are_kept_once_each() -> None:
     board = board_at(Clock())
-    for running, rate, version in [(40, 0.2, 0), (0, 0.4, 0), (0, 0.4, 0), (3, 0.9, 50), (0, 0.7, 50)]:
-        board.status("eval", {"running": running, "solve_rate": rate, "ci95": None, "version": version})
+    for running, rate, version in [(40, None, None), (0, 0.4, 0), (9, 0.4, 0), (0, 0.7, 50), (3, 0.7, 50)]:
+        board.status("eval", {"running": running, "solve_rate": rate, "ci95": (0.1, 0.9), "version": version})
     assert [(e.solve_rate, e.version) for e in board.evaluations] == [(0.4, 0), (0.7, 50)]
 
 
@@ -175,53 +179,31 @@ def test_plain_lines_tell_of_stages_evaluations_and_notes_once() -> None:
     ]
 
 
-def test_a_closed_pipe_ends_the_lines_and_not_the_run() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w", buffering=1) as out:
-        display = PlainDisplay(board_at(Clock()), out)
-        display.note("one")
-        display.note("two")
-        display.status("trainer", trainer(1))
-        assert display is not None
-        out = out.detach()  # nothing buffered is left to fail at close
-        os.close(out.raw.fileno()) if hasattr(out, "raw") else None
-
-
-def test_output_that_is_not_a_terminal_never_holds_an_escape(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with make_display(PLAN, tmp_path, 100) as observer:
-        observer.stage("data", "up")
-        observer.status("trainer", trainer(1))
-        observer.note("hello")
-    out = capsys.readouterr().out
-    assert "\x1b" not in out
-    assert "data: up" in out
-    assert "step 1/100" in out
-
-
 PROGRAM = """
-    import sys, time
-    from types import SimpleNamespace
+    import time
     from pipelines.display import make_display
-    plan = SimpleNamespace(name="quickstart", seed=7, stages=("data", "trainer"))
-    with make_display(plan, "runs/x", 10) as observer:
-        observer.stage("data", "up")
+    from pipelines.plan import Plan, PlannedStage
+    stage = PlannedStage("trainer", (), "pipelines.x", {}, 1, 0, 0.1, 1.0, 1.0, 1.0)
+    with make_display(Plan((stage,), "trainer", {"name": "quickstart", "seed": 7}), "runs/x", 10) as observer:
+        observer.stage("trainer", "up")
         observer.status("trainer", {"step": 4, "steps": 10})
-        print("a printed line")
+        print("a printed line", flush=True)
         time.sleep(0.5)
         ENDING
+    print("after")
 """
+ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUTF8": "1"}
+
+
+def program(ending: str) -> str:
+    return textwrap.dedent(PROGRAM).replace("ENDING", ending)
 
 
 def on_a_terminal(ending: str, term: str = "xterm-256color") -> str:
     """What a program that shows a display writes to a real pseudo-terminal until it ends."""
     main, side = pty.openpty()
-    program = textwrap.dedent(PROGRAM).replace("ENDING", ending)
-    env = {**os.environ, "TERM": term, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUTF8": "1"}
-    process = subprocess.Popen([sys.executable, "-c", program], stdin=side, stdout=side, stderr=side, env=env)
+    command = [sys.executable, "-c", program(ending)]
+    process = subprocess.Popen(command, stdin=side, stdout=side, stderr=side, env={**ENV, "TERM": term})
     os.close(side)
     written, deadline = b"", time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -233,6 +215,32 @@ def on_a_terminal(ending: str, term: str = "xterm-256color") -> str:
     process.wait(timeout=10)
     os.close(main)
     return written.decode("utf-8", "replace")
+
+
+def test_a_reader_who_goes_away_ends_the_lines_and_not_the_run(tmp_path: Path) -> None:
+    ending = f"[observer.note('x' * 99) for _ in range(2000)]; open({str(tmp_path / 'went_on')!r}, 'w')"
+    reader, writer = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", program(ending)], stdout=writer, stderr=subprocess.PIPE, env=ENV)
+    os.close(writer)
+    assert b"quickstart" in os.read(reader, 4096)
+    os.close(reader)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, b"")
+    assert (tmp_path / "went_on").exists()
+
+
+def test_output_that_is_not_a_terminal_never_holds_an_escape(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with make_display(plan_of(*STAGES), tmp_path, 100) as observer:
+        observer.stage("data", "up")
+        observer.status("trainer", trainer(1))
+        observer.note("hello")
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "data: up" in out
+    assert "step 1/100" in out
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+from dataclasses import fields
 from pathlib import Path
 
 import duckdb
@@ -5,15 +6,19 @@ import numpy as np
 import pytest
 
 from miles_rl.rollout.recorder import SCHEMA, EpisodeRecord, EpisodeRecorder
-from miles_rl.types import Outcome, StopReason, Trajectory, Turn
+from miles_rl.types import Outcome, StopReason, Turn
 
 
-def trajectory(sample_id: str = "g1-0", reward: float = 1.0) -> Trajectory:
+def scored(sample_id: str = "g1-0", reward: float = 1.0) -> EpisodeRecord:
     mask = np.array([0, 0, 1, 1, 0, 1], np.bool_)
-    return Trajectory(
+    return EpisodeRecord(
+        kind="train",
+        split="train69",
         sample_id=sample_id,
         group_id=1,
         task="count-lines-03",
+        step=4,
+        version=3,
         token_ids=np.array([5, 6, 7, 8, 9, 10], np.int32),
         loss_mask=mask,
         logprobs=np.where(mask, -0.5, 0).astype(np.float32),
@@ -21,25 +26,15 @@ def trajectory(sample_id: str = "g1-0", reward: float = 1.0) -> Trajectory:
         reward=reward,
         outcome=Outcome.SCORED,
         stop_reason=StopReason.COMPLETED,
+        prompt_text="How many lines?",
         turns=(
             Turn("```bash\nls\n```", "ls", "a.txt", 2, 4, 0.25, 0.01, 2),
             Turn("TASK_COMPLETE", None, "", 5, 6),
         ),
-        timings={"sandbox_s": 0.05, "verify_s": 0.1},
-    )
-
-
-def scored(sample_id: str = "g1-0", reward: float = 1.0) -> EpisodeRecord:
-    return EpisodeRecord.of_trajectory(
-        trajectory(sample_id, reward),
-        kind="train",
         started_s=100.0,
         ready_s=100.5,
         finished_s=103.0,
-        split="train69",
-        step=4,
-        version=3,
-        prompt_text="How many lines?",
+        timings={"sandbox_s": 0.05, "verify_s": 0.1},
     )
 
 
@@ -181,6 +176,4 @@ def test_arrays_of_different_lengths_are_refused() -> None:
 
 
 def test_every_field_of_a_record_is_a_column() -> None:
-    from dataclasses import fields
-
     assert {f.name for f in fields(EpisodeRecord)} <= set(SCHEMA.names)

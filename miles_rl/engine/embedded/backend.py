@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
 
 from miles_rl.engine.embedded.request import Request
+
+
+class Admission(Enum):
+    """Answer to a request that wants to run."""
+
+    ADMITTED = "admitted"
+    FULL = "full"
+    """No room: neither this one nor, to be fair, those behind it."""
+    LATER = "later"
+    """Another request is computing the same prefix; those behind it may go ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +45,8 @@ class Backend(Protocol):
     context_length: int
     eos_token_ids: frozenset[int]
 
-    def admit(self, request: Request) -> bool:
-        """Give the request a place and what the prefix cache has of it. False: not now, ask again later."""
+    def admit(self, request: Request) -> Admission:
+        """Give the request a place and what the prefix cache has of it; unless admitted, ask again later."""
         ...
 
     def forward(self, prefill: Sequence[tuple[Request, int]]) -> StepOutput:
@@ -45,8 +56,8 @@ class Backend(Protocol):
         """
         ...
 
-    def release(self, request: Request, reusable: bool) -> None:
-        """Take the place back; with `reusable`, what was computed may serve later requests."""
+    def release(self, request: Request) -> None:
+        """Take the place back. What was computed may serve later requests, if the weights in force computed all."""
         ...
 
     def clear_cache(self) -> None:
@@ -62,7 +73,7 @@ class Backend(Protocol):
         ...
 
     def install(self, staged: Any) -> None:
-        """Put staged weights in force; cannot fail half-way."""
+        """Put staged weights in force at once. Running requests keep their keys and values; no other ever gets them."""
         ...
 
     def checksum(self) -> str:

@@ -129,3 +129,9 @@ def bad_option(command: str, exit_code: int = 1) -> DemoTurn:
 def not_found(command: str, message: str, path: str, exit_code: int = 1) -> DemoTurn:
     """A command that fails because `path` does not exist; `message` is what stands before the name."""
     return DemoTurn(command, f"{message}{path}: No such file or directory\n", exit_code)
+
+
+def no_source(program: str, source: str, target: str) -> DemoTurn:
+    """`cp` or `mv` from a name that is not there."""
+    text = f"{program}: cannot stat '{source}': No such file or directory\n"
+    return DemoTurn(f"{program} {source} {target}", text, 1)

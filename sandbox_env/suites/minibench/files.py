@@ -10,6 +10,7 @@ from sandbox_env.suites.minibench.exercise import (
     folder,
     holds,
     kept,
+    no_source,
     ok,
 )
 
@@ -177,14 +178,6 @@ def repeated(word: str, times: int) -> str:
 def rambling(draw: Draw, word: str) -> str:
     """A policy that cannot stop: `word` again and again."""
     return repeated(word, draw.number(6, 12))
-
-
-def no_source(program: str, source: str, target: str):
-    """`cp` or `mv` from a name that is not there."""
-    from sandbox_env.suites.base import DemoTurn
-
-    text = f"{program}: cannot stat '{source}': No such file or directory\n"
-    return DemoTurn(f"{program} {source} {target}", text, 1)
 
 
 ACTIONS = (write_word, append_word, copy_file, rename_file, delete_file, make_folder, move_into, repeat_word)

@@ -1,0 +1,144 @@
+"""The front door: `python -m pipelines.run [key=value ...] [group=option ...] [+experiment=name]`.
+
+Exit code 0: the run did its work. 1: it failed. 2: the config is wrong, nothing was started. 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from pipelines import plan_text
+from pipelines import schema as schema
+from pipelines.errors import ConfigError, Problem, explain, show
+from pipelines.observer import Observer
+from pipelines.origin import resolve
+from pipelines.plan import Plan, make_plan
+from pipelines.result import write_atomic, write_config, write_result
+from pipelines.supervise import Ending
+
+EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 130}
+CONFIG_ERROR = 2
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Compose the config of the command line and run it; with `-m` run each of the sweep's, one after the other."""
+    codes: list[int] = []
+    full_errors = os.environ.get("HYDRA_FULL_ERROR", "0") != "0"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and we print one line
+
+    @hydra.main(version_base="1.3", config_path="../conf", config_name="run")
+    def job(config: DictConfig) -> None:
+        codes.append(run(config))
+        if codes[-1] == EXIT_CODES["interrupted"]:
+            sys.exit(codes[-1])  # ends a sweep too
+
+    try:
+        job()
+    except Exception as error:
+        problem = explain(error, [word for word in sys.argv[1:] if not word.startswith("-")])
+        if full_errors or problem is None:
+            raise
+        print(problem.line, file=sys.stderr)
+        codes.append(CONFIG_ERROR)
+    sys.exit(max(codes, default=0))
+
+
+def run(config: DictConfig) -> int:
+    """Run one composed config. Returns the exit code."""
+    run_dir = Path(HydraConfig.get().runtime.output_dir).absolute()
+    overrides = list(HydraConfig.get().overrides.task)
+    OmegaConf.update(config, "run_dir", str(run_dir))
+    try:
+        plan = planned(config, run_dir)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        with contextlib.suppress(OSError):
+            run_dir.rmdir()  # Hydra made it; nothing is in it
+        return CONFIG_ERROR
+    if plan.config["plan_only"]:
+        Console().print(plan_text.render(plan))
+        return 0
+    return execute(plan, run_dir, overrides)
+
+
+def planned(config: DictConfig, run_dir: Path) -> Plan:
+    """The checked plan, with `resolved.yaml` and `plan.txt` written. Raises `ConfigError`."""
+    choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra/" not in group}
+    resolved, raw = resolve(config)
+    plan = make_plan(resolved, raw, choices=choices)
+    if (run_dir / "resolved.yaml").exists():
+        raise ConfigError([Problem("run_dir", run_dir, "holds another run; give a new folder")])
+    write_config(run_dir, resolved)
+    write_atomic(run_dir / "plan.txt", plan_text.plain(plan))
+    return plan
+
+
+def execute(plan: Plan, run_dir: Path, overrides: Sequence[str] = ()) -> int:
+    """Launch `plan`, write its result and its report. Returns the exit code."""
+    from pipelines.display import closing_lines, make_display
+
+    begin = time.monotonic()
+    with _log_to(run_dir / "log.txt"):
+        with make_display(plan, run_dir, plan.config["steps"]) as display:
+            ending = _launch(plan, run_dir, display)
+        log.info("run ended: %s %s", ending.status, ending.error or "")
+        result = write_result(run_dir, plan, ending, time.monotonic() - begin, overrides)
+        report = _report(run_dir)
+    for line in closing_lines(result, report):
+        print(line)
+    return EXIT_CODES[ending.status]
+
+
+def _launch(plan: Plan, run_dir: Path, display: Observer) -> Ending:
+    try:
+        return importlib.import_module("pipelines.launch").launch(plan, run_dir, display)
+    except (Exception, KeyboardInterrupt) as error:
+        log.exception("the launcher failed")
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        return Ending(status, f"{type(error).__name__}: {show(error)}")
+
+
+def _report(run_dir: Path) -> Path:
+    """Where the report is; a report that cannot be made changes nothing about the run."""
+    try:
+        return importlib.import_module("pipelines.report").write_report(run_dir)
+    except Exception as error:
+        log.exception("no report")
+        print(f"no report: {type(error).__name__}: {error}; the figures are in {run_dir}", file=sys.stderr)
+        return run_dir / "report.html"
+
+
+@contextlib.contextmanager
+def _log_to(file: Path) -> Any:
+    """Everything that this process logs goes to `file`, and not to the terminal."""
+    handler = logging.FileHandler(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s driver %(name)s: %(message)s"))
+    root = logging.getLogger()
+    before = root.handlers[:]
+    root.handlers, level = [handler], root.level
+    root.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.handlers = before
+        root.setLevel(level)
+        handler.close()
+
+
+if __name__ == "__main__":
+    main()

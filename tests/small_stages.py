@@ -1,0 +1,141 @@
+"""Small real components, to try plans and the launcher without the learner."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+
+class Shape(Protocol):
+    """Something with an area."""
+
+    def area(self) -> float: ...
+
+
+class Square:
+    """A shape."""
+
+    def __init__(self, side: float) -> None:
+        self.side = side
+
+    def area(self) -> float:
+        return self.side**2
+
+
+class NoShape:
+    """Not a shape."""
+
+
+class Source:
+    """Counts, and writes what happens to it into `diary`."""
+
+    def __init__(
+        self,
+        *,
+        diary: str,
+        first: int = 0,
+        step: float = 1.0,
+        label: str | None = None,
+        order: Literal["up", "down"] = "up",
+        sizes: list[int] | None = None,
+        shape: Shape | None = None,
+        options: Mapping[str, int] | None = None,
+    ) -> None:
+        self._diary, self._next, self._step = Path(diary), first, step
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @staticmethod
+    def describe(options: Mapping[str, Any]) -> dict[str, Any]:
+        return {"first": options.get("first", 0), "starts": "1 child process"}
+
+    def _write(self, line: str) -> None:
+        with open(self._diary, "a") as file:
+            file.write(f"{line}\n")
+
+    async def start(self) -> None:
+        self._child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        self._write(f"source start {os.getpid()} {self._child.pid}")
+
+    async def next(self) -> float:
+        self._next += self._step
+        return self._next
+
+    async def fail(self) -> None:
+        raise LookupError("nothing here")
+
+    async def wait(self) -> None:
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            self._write("source wait cancelled")
+            raise
+
+    async def facts(self) -> Mapping[str, Any]:
+        return {"task_set_hash": {"train": "abc", "eval": "def"}, "colour": "red"}
+
+    async def status(self) -> Mapping[str, Any]:
+        return {"next": self._next}
+
+    async def stop(self) -> None:
+        self._write("source stop")
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+
+
+class Worker:
+    """Drives: asks `source` for `steps` numbers, or misbehaves in the way that `mode` says."""
+
+    def __init__(self, source: Any, *, steps: int, diary: str, mode: str = "work") -> None:
+        self._source, self._steps, self._diary, self._mode = source, steps, Path(diary), mode
+        self._done = 0
+
+    async def start(self) -> None:
+        with open(self._diary, "a") as file:
+            file.write(f"worker start {os.getpid()}\n")
+        if self._mode == "start fails":
+            raise OSError("no room")
+        if self._mode == "start hangs":
+            await asyncio.sleep(600)
+
+    async def run(self) -> Mapping[str, Any]:
+        if self._mode == "catches":
+            try:
+                await self._source.fail()
+            except LookupError as error:
+                return {"caught": str(error)}
+        if self._mode == "impatient":
+            try:
+                async with asyncio.timeout(0.5):
+                    await self._source.wait()
+            except TimeoutError:
+                return {"caught": "timeout"}
+        if self._mode == "raises":
+            await self._source.fail()
+        if self._mode == "dies":
+            os._exit(7)
+        if self._mode == "blocks":
+            time.sleep(600)
+        if self._mode == "waits":
+            await asyncio.sleep(600)
+        for self._done in range(1, self._steps + 1):  # noqa: B020
+            total = await self._source.next()
+            print(f"step {self._done}")
+        return {"total": total, "never": float("nan")}
+
+    async def status(self) -> Mapping[str, Any]:
+        if self._mode == "sick":
+            raise OSError("lost a limb")
+        return {"step": self._done}
+
+    async def stop(self) -> None:
+        with open(self._diary, "a") as file:
+            file.write("worker stop\n")
+        if self._mode == "leaves a child":
+            subprocess.Popen(["sleep", "600"], start_new_session=True)
