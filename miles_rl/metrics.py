@@ -20,7 +20,7 @@ EPOCH_PREFIX = "time/"
 
 
 class MetricsWriter:
-    """Appends figures to a run folder, each write on disk before the call returns.
+    """Appends figures to `metrics.jsonl` and `tensorboard/` of a run folder, on disk before a write returns.
 
     `metrics.jsonl` holds one JSON object per line: `step`, `time_s` (seconds since the epoch) and the metrics under
     their flat names. Several lines may carry the same step (training and evaluation, or a step that was redone after
@@ -40,7 +40,7 @@ class MetricsWriter:
         self._lines = path.open("a", encoding="ascii")
         if torn:
             self._lines.write("\n")
-        self._events = EventFileWriter(str(folder))
+        self._events = EventFileWriter(str(folder / "tensorboard"))
 
     def write(self, step: int, metrics: Mapping[str, float], *, time_s: float) -> None:
         """Record `metrics` of `step`, measured at `time_s` seconds since the epoch."""

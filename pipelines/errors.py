@@ -31,7 +31,7 @@ class ConfigError(Exception):
     """The config cannot run. Nothing was started."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = tuple(dict.fromkeys(problems))
+        self.problems = tuple({problem.line: problem for problem in problems}.values())
         super().__init__("\n".join(problem.line for problem in self.problems))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:

@@ -15,6 +15,7 @@ import pickle
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -26,13 +27,14 @@ from typing import Any, cast
 import pipelines
 from pipelines.observer import Observer
 from pipelines.plan import Plan, PlannedStage
-from pipelines.processes import Offspring, start_time
+from pipelines.processes import Offspring
 from pipelines.stage import StageError
 from pipelines.supervise import Ending, Interrupts, Supervisor
 
 # Ray reads these when it is imported: it phones nobody, listens on loopback, and talks only to who knows the token.
 os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_ENABLE_UV_RUN_RUNTIME_ENV="0", RAY_AUTH_MODE="token")
 os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")  # Ray's name for: loopback only, on any system
+os.environ.update(RAY_worker_niceness="0")  # stages are the work of the run, not something beside it
 
 import ray
 import ray.exceptions
@@ -41,10 +43,10 @@ from ray._private import worker as ray_worker
 log = logging.getLogger(__name__)
 
 _TOKEN = secrets.token_hex(32)  # one for this process: Ray caches the first it reads
-_FOLDER_PREFIX = "miles-ray-"
 _MAX_CALLS = 10_000
 _CANCEL_GRACE_S = 5.0
 _EXIT_GRACE_S = 5.0
+_GUARD_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,9 @@ class StageHost:
             self._component = instantiate({**self._run, "_partial_": True}, _convert_="all")(**needs)
         except Exception as error:
             log.exception("cannot be built")
-            return Failure.of(error.__cause__ if type(error).__name__ == "InstantiationException" and error.__cause__ else error)
+            return Failure.of(
+                error.__cause__ if type(error).__name__ == "InstantiationException" and error.__cause__ else error
+            )
         return os.getpid()
 
     async def call(self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -213,15 +217,14 @@ class RayHost:
 @contextlib.contextmanager
 def session(cluster: Mapping[str, Any]) -> Iterator[None]:
     """A private Ray for the time of a `with`. `cluster` is the config group of that name."""
-    root = Path(cluster["temp_dir"])
-    _sweep(root)
-    folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER_PREFIX}{os.getpid()}-{start_time(os.getpid())}-", dir=root))
+    folder = Path(tempfile.mkdtemp(prefix="miles-ray-", dir=cluster["temp_dir"]))
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(folder)]
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(_TOKEN)
-    project = str(Path(pipelines.__file__).parent.parent)
-    paths = dict.fromkeys([project, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    os.environ.update(cluster["env"], RAY_AUTH_TOKEN_PATH=str(token), PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    paths = dict.fromkeys([str(Path(pipelines.__file__).parent.parent), *os.environ.get("PYTHONPATH", "").split(":")])
+    os.environ.update(cluster["env"], RAY_AUTH_TOKEN_PATH=str(token), PYTHONPATH=":".join(filter(None, paths)))
     # Ray would print what it hears of dead workers over the display; the run tells it in its own words.
     ray_worker.print_to_stdstream = lambda data, **_: log.info("Ray: %s", " ".join(data["lines"]))
     try:
@@ -240,14 +243,7 @@ def session(cluster: Mapping[str, Any]) -> Iterator[None]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sweep(root: Path) -> None:
-    """Remove the session folders of runs that were killed outright."""
-    for folder in root.glob(f"{_FOLDER_PREFIX}*"):
-        pid, started = folder.name.removeprefix(_FOLDER_PREFIX).split("-")[:2]
-        if start_time(int(pid)) != started:
-            shutil.rmtree(folder, ignore_errors=True)
+        guard.communicate(timeout=_GUARD_TIMEOUT_S)
 
 
 def launch(plan: Plan, run_dir: Path, observer: Observer) -> Ending:

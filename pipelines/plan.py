@@ -73,6 +73,7 @@ def make_plan(
     stages = cast(dict[str, Any], config["stages"])
     for name, stage in stages.items():
         problems += _check_stage(name, stage, stages, where, allowed)
+    problems += _check_cluster(stages, config["cluster"], where)
     order = list(stages)
     try:
         known = {name: [need for need in stage["needs"] if need in stages] for name, stage in stages.items()}
@@ -135,6 +136,21 @@ def _check_stage(
         return
     yield from check_tree(stage["run"], path, where, allowed, stage["needs"])
     yield from _check_component(stage["run"]["_target_"], (*path, "_target_"), where, allowed)
+
+
+def _check_cluster(stages: Mapping[str, Any], cluster: Mapping[str, Any], where: Where) -> Iterator[Problem]:
+    """Does what the stages ask for exist? A cluster is one machine; a stage that cannot be placed would wait."""
+    for name, stage in stages.items():
+        if stage["resources"]["nodes"] > 1:
+            remedy = "this cluster is one machine; give 1, or choose a larger cluster"
+            yield Problem(where(("stages", name, "resources", "nodes")), stage["resources"]["nodes"], remedy)
+    for key, unit, limit in (("gpus_per_node", "GPUs", "num_gpus"), ("cpus", "CPUs", "num_cpus")):
+        wanted = {name: stage["resources"][key] for name, stage in stages.items()}
+        if sum(wanted.values()) > cluster[limit]:
+            name = max(wanted, key=lambda stage: wanted[stage])
+            remedy = f"all stages together want {sum(wanted.values()):g} {unit} and cluster.{limit} is {cluster[limit]}"
+            path = where(("stages", name, "resources", key))
+            yield Problem(path, wanted[name], f"{remedy}; ask for less, or choose a larger cluster")
 
 
 def _check_component(target: Any, path: Path, where: Where, allowed: Collection[str]) -> Iterator[Problem]:

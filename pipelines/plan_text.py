@@ -43,7 +43,9 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
     yield table
     yield Text()
     yield Text("would start, in this order, and stop in reverse:", style="bold")
-    yield Text(f"  a private Ray on loopback with {config['cluster']['num_cpus']} CPUs, {len(plan.stages)} stage processes")
+    yield Text(
+        f"  a private Ray on loopback with {config['cluster']['num_cpus']} CPUs, {len(plan.stages)} stage processes"
+    )
     for stage in plan.stages:
         if "starts" in stage.figures:
             yield Text(f"  {stage.name}: {stage.figures['starts']}")

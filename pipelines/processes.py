@@ -13,14 +13,6 @@ _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
 
 
-def start_time(pid: int) -> str | None:
-    """When process `pid` started, in clock ticks since boot; None if there is none. With the pid it names a process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return None
-
-
 class Offspring:
     """The processes below this one that appeared after this object. Linux only; a no-op elsewhere.
 

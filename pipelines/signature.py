@@ -6,8 +6,9 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, Union, cast, get_args, get_origin
 
 from pipelines.errors import Problem, did_you_mean, show
 from pipelines.origin import Path, children
@@ -26,7 +27,9 @@ class TargetError(Exception):
     """A `_target_` cannot be loaded; the message is the remedy."""
 
 
-def check_tree(node: Any, path: Path, where: Where, allowed: Collection[str], injected: Collection[str] = ()) -> Iterator[Problem]:
+def check_tree(
+    node: Any, path: Path, where: Where, allowed: Collection[str], injected: Collection[str] = ()
+) -> Iterator[Problem]:
     """Problems of every `_target_` in `node`; the top one is also given the arguments `injected`."""
     if isinstance(node, dict) and "_target_" in node:
         yield from check_call(cast(dict[str, Any], node), path, where, allowed, injected)
@@ -34,7 +37,9 @@ def check_tree(node: Any, path: Path, where: Where, allowed: Collection[str], in
         yield from check_tree(child, (*path, key), where, allowed)
 
 
-def check_call(spec: Mapping[str, Any], path: Path, where: Where, allowed: Collection[str], injected: Collection[str]) -> Iterator[Problem]:
+def check_call(
+    spec: Mapping[str, Any], path: Path, where: Where, allowed: Collection[str], injected: Collection[str]
+) -> Iterator[Problem]:
     """Problems of one `_target_` with its options: may it be built, can it be loaded, do its arguments fit."""
     try:
         target = load(spec["_target_"], allowed)
@@ -57,7 +62,7 @@ def check_call(spec: Mapping[str, Any], path: Path, where: Where, allowed: Colle
             yield Problem(where((*path, key)), value, f"{name} takes no '{key}'; {did_you_mean(key, choices)}")
     for need in injected:
         if need not in known and not open_ended:
-            yield Problem(where((*path[:-1], "needs")), need, f"{name} takes no '{need}'; {did_you_mean(need, known)}")
+            yield Problem(where((*path[:-1], "needs")), need, f"{name} takes no '{need}'; remove it from needs")
     if not spec.get("_partial_"):
         for p in parameters.values():
             if p.name in known and p.default is p.empty and p.name not in options and p.name not in injected:
@@ -81,6 +86,8 @@ def _wrong_object(spec: Mapping[str, Any], expected: Any, path: Path, where: Whe
         given = load(spec["_target_"], ("",))
     except TargetError:
         return  # told where the object itself is checked
+    if get_origin(expected) in (Union, types.UnionType):
+        expected = next(iter(option for option in get_args(expected) if option is not type(None)), expected)
     if not inspect.isclass(given) or not inspect.isclass(expected) or spec.get("_partial_"):
         return
     if getattr(expected, "_is_protocol", False):
@@ -118,6 +125,8 @@ def load(name: Any, allowed: Collection[str] = ALLOWED) -> Any:
         except ModuleNotFoundError as error:
             if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
                 continue
+            if str(error.name).startswith(tuple(allowed)):
+                raise TargetError(f"cannot be imported: it imports {error.name}, which does not exist") from error
             raise TargetError(f"needs the package '{error.name}', which is not installed; install it") from error
         except Exception as error:
             raise TargetError(f"cannot be imported: {type(error).__name__}: {show(error)}") from error

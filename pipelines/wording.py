@@ -54,14 +54,17 @@ def figure(value: float | None) -> str:
     size = abs(value)
     if size >= 1e6 or size < 1e-3:
         return f"{value:.2g}"
-    if size >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if size >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if size >= 999.5 else f"{value:.3g}"
 
 
 def percent(share: float | None) -> str:
     """A share in percent."""
     return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def percent_exact(share: float) -> str:
+    """A share in percent, with a decimal where it is small."""
+    return percent(share) if share == 0 or abs(share) >= 0.0995 else f"{100 * share:.1f} %"
 
 
 def percent_interval(ends: tuple[float, float] | None) -> str:

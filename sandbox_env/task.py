@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sandbox_env.task_toml import TaskToml, dockerfile_workdir
 
@@ -102,23 +102,29 @@ def task_set_hash(tasks: Iterable[Task]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def resolve_env(task: Task, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """`task.env` with `${VAR}` and `${VAR:-default}` filled in from `environ` (default: this process's environment).
+def resolve_env(
+    task: Task,
+    environ: Mapping[str, str] | None = None,
+    *,
+    table: Literal["environment", "verifier", "solution"] = "environment",
+) -> dict[str, str]:
+    """A task's variables with `${VAR}` and `${VAR:-default}` filled in from `environ` (default: this process's own).
 
-    Raises `ValueError` naming task and variable if one without a default is not set. Do not log the result: a value
-    may be a secret.
+    `table` is the one of task.toml that they stand in; those of "environment" are `task.env`. Raises `ValueError`
+    naming task and variable if one without a default is not set. Do not log the result: a value may be a secret.
     """
     known = os.environ if environ is None else environ
+    env = task.env if table == "environment" else task.metadata.get("harbor", {}).get(f"{table}_env", {})
 
     def value_of(match: re.Match[str]) -> str:
         name, default = match.group(1), match.group(2)
         if known.get(name):
             return known[name]
         if default is None and name not in known:
-            raise ValueError(f"{task.path / 'task.toml'}: environment.env: ${{{name}}}; set the variable {name}")
+            raise ValueError(f"{task.path / 'task.toml'}: {table}.env: ${{{name}}}; set the variable {name}")
         return default or ""
 
-    return {key: re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", value_of, text) for key, text in task.env.items()}
+    return {key: re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", value_of, text) for key, text in env.items()}
 
 
 def require_supported(task: Task) -> None:
@@ -128,7 +134,7 @@ def require_supported(task: Task) -> None:
     if harbor.get("gpus", 0) > 0:
         raise ValueError(f"{file}: environment.gpus: {harbor['gpus']}; sandboxes have no GPU, leave this task out")
     if harbor.get("steps"):
-        raise ValueError(f"{file}: steps: {len(harbor['steps'])} steps; only single-step tasks run, leave this task out")
+        raise ValueError(f"{file}: steps: {len(harbor['steps'])}; only single-step tasks run, leave this task out")
     if harbor.get("environment_mode", "shared") != "shared":
         raise ValueError(
             f"{file}: verifier.environment_mode: {harbor['environment_mode']!r}; "

@@ -124,9 +124,11 @@ class Worker:
             time.sleep(600)
         if self._mode == "waits":
             await asyncio.sleep(600)
-        for self._done in range(1, self._steps + 1):  # noqa: B020
+        total = 0.0
+        for step in range(1, self._steps + 1):
             total = await self._source.next()
-            print(f"step {self._done}")
+            self._done = step
+            print(f"step {step}")
         return {"total": total, "never": float("nan")}
 
     async def status(self) -> Mapping[str, Any]:
@@ -139,3 +141,12 @@ class Worker:
             file.write("worker stop\n")
         if self._mode == "leaves a child":
             subprocess.Popen(["sleep", "600"], start_new_session=True)
+
+
+def find_colour(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A check: refuses red, and knows that other colours do nothing."""
+    colour = config["model"].get("colour")
+    found = {"path": "model.colour", "value": colour}
+    if colour == "red":
+        return [{**found, "level": "error", "message": "too bright", "remedy": "give blue"}]
+    return [{**found, "level": "inert", "message": "colours do nothing", "remedy": "leave it out"}]

@@ -26,8 +26,13 @@ class Replica(Protocol):
         """Process id of the engine's main process."""
         ...
 
+    @property
+    def log_path(self) -> str:
+        """File that holds what the engine printed."""
+        ...
+
     def exit_code(self) -> int | None:
-        """None while the process lives, else how it ended."""
+        """None while the process lives, else its exit code, minus the signal that ended it."""
         ...
 
     async def stop(self) -> None:

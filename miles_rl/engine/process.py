@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from miles_rl.engine.base import EngineError
 
 _PR_SET_PDEATHSIG = 1
 _LOG_TAIL_BYTES = 2000
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -87,7 +89,7 @@ class ChildProcess:
         try:
             with self.log_path.open("rb") as log:
                 log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_TAIL_BYTES))
-                lines = log.read().decode(errors="replace").split("\n")
+                lines = _COLOURS.sub("", log.read().decode(errors="replace")).split("\n")
         except OSError as error:
             return f"(no log: {error})"
         return " | ".join([line.strip() for line in lines if line.strip()][-8:])

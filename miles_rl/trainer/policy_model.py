@@ -38,10 +38,10 @@ class PolicyModel:
     ) -> None:
         if not (Path(model_dir) / "config.json").is_file():
             raise FileNotFoundError(f"trainer: {model_dir} is no Hugging Face folder: it has no config.json")
-        with _quietly():
-            module: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                model_dir, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
-            )
+        transformers.utils.logging.disable_progress_bar()  # the run has a display of its own
+        module: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        )
         self.module: Any = module.to(device).eval().requires_grad_(trainable)
         self.source_dir = Path(model_dir)
         self.device = device
@@ -54,15 +54,14 @@ class PolicyModel:
         """Log-probability and entropy [n] of each policy token of `micro_batch`, in the order of its `targets`."""
         with self._autocast():
             hidden = self._hidden(micro_batch.input_ids, micro_batch.position_ids)
-            picked = hidden[micro_batch.lines, micro_batch.columns]
-            return token_logprobs(
-                picked,
-                self._head.weight,
-                self._head.bias,
-                micro_batch.targets,
-                self._spec,
-                entropy_gradient=entropy_gradient,
-            )
+        return token_logprobs(  # outside autocast, which would take sums over the vocabulary in bfloat16
+            hidden[micro_batch.lines, micro_batch.columns],
+            self._head.weight,
+            self._head.bias,
+            micro_batch.targets,
+            self._spec,
+            entropy_gradient=entropy_gradient,
+        )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter once, under its name; a tied head goes by the name of the embedding."""
@@ -99,13 +98,3 @@ def _head_spec(config: Any, chunk_tokens: int, temperature: float, compute_dtype
     scale = float(getattr(text, "logit_scale", None) or 1.0) / float(getattr(text, "logits_scaling", None) or 1.0)
     softcap = getattr(text, "final_logit_softcapping", None)
     return HeadSpec(chunk_tokens, temperature, scale, None if softcap is None else float(softcap), compute_dtype)
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """No progress bar: the run has a display of its own."""
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.utils.logging.enable_progress_bar()

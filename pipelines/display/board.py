@@ -52,9 +52,10 @@ class Board:
         self._step_times: deque[tuple[int, float]] = deque(maxlen=21)
 
     def stage(self, name: str, state: str, detail: str = "") -> None:
-        """A stage changed its state."""
+        """A stage changed its state. One that failed stays so to the eye when it is stopped."""
         with self.lock:
-            self.stages[name] = (state, clean(detail))
+            if self.stages.get(name, ("", ""))[0] != "failed":
+                self.stages[name] = (state, clean(detail))
 
     def status(self, name: str, figures: Mapping[str, Any]) -> None:
         """A stage's heartbeat."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,18 +11,20 @@ from pipelines.wording import Verdict, clean, duration, number
 
 EASY = 0.9
 HARD = 0.05
+OWN_TO_A_RUN = ("run_dir=", "resume=", "seed=")
 
 
 def closing_lines(result: Mapping[str, Any], report: str | Path) -> list[str]:
     """Exactly three lines for a `result.json` as a dict, whatever its status."""
     report = Path(report)
     status = str(result.get("status", "unknown"))
-    where = f"Report: {report}" if report.exists() else f"Log: {report.parent / 'log.txt'}"
+    run_dir = _near(report.parent)
+    where = f"Report: {_near(report)}" if report.exists() else f"Log: {run_dir / 'log.txt'}"
     if status in ("failed", "interrupted"):
-        return [_cause(result, status), where, f"Next: {_next_after_stop(result, status, report.parent)}"]
+        return [_cause(result, status), where, f"Next: {_next_after_stop(result, status, run_dir)}"]
     metrics: Any = result.get("metrics")
     verdict = Verdict.of(cast("Mapping[str, Any]", metrics) if isinstance(metrics, Mapping) else {})
-    return [verdict.sentence(), where, f"Next: {_next_after_end(result, verdict, report.parent)}"]
+    return [verdict.sentence(), where, f"Next: {_next_after_end(result, verdict)}"]
 
 
 def _cause(result: Mapping[str, Any], status: str) -> str:
@@ -29,29 +32,45 @@ def _cause(result: Mapping[str, Any], status: str) -> str:
     when = f"after {steps:.0f} steps and {duration(wall_s)}"
     error = clean(str(result.get("error") or "").strip().partition("\n")[0])
     if status == "interrupted":
-        return f"Interrupted {when}{': ' + error if error else ''}."
+        return f"Interrupted {when}."
     return f"Failed {when}: {error or 'no cause was recorded'}"
 
 
 def _next_after_stop(result: Mapping[str, Any], status: str, run_dir: Path) -> str:
-    resume = f"resume={run_dir} goes on from the last checkpoint"
-    has_checkpoint = (run_dir / "checkpoints").is_dir() and any((run_dir / "checkpoints").iterdir())
+    checkpoints = run_dir / "checkpoints"
+    has_checkpoint = checkpoints.is_dir() and any(checkpoints.iterdir())
+    goes_on = f"{_command(result, f'resume={run_dir}')} goes on from the last checkpoint"
     if status == "interrupted":
-        return resume if has_checkpoint else "run it again; there is no checkpoint to go on from"
-    remedy = f"see {run_dir / 'log.txt'}"
-    return f"{remedy}; once it is mended, {resume}" if has_checkpoint else f"{remedy}; plan_only=true checks the config"
+        return goes_on if has_checkpoint else f"{_command(result)} starts afresh; there is no checkpoint yet"
+    see = f"{run_dir / 'log.txt'} tells more"
+    return f"{see}; once mended, {goes_on}" if has_checkpoint else see
 
 
-def _next_after_end(result: Mapping[str, Any], verdict: Verdict, run_dir: Path) -> str:
+def _next_after_end(result: Mapping[str, Any], verdict: Verdict) -> str:
     if verdict.kind == "learned":
-        seeds = f"-m 'seed=range(3)' shows whether other seeds agree; then miles-compare {run_dir.parent}"
-        return f"it is near its ceiling, try a harder suite; {seeds}" if (verdict.after or 0) > EASY else seeds
+        return f"{_command(result, '-m', 'seed=range(3)')} shows whether other seeds agree (compare: miles-compare)"
     if verdict.kind == "worse":
-        return "look at the KL and staleness curves in the report; halve the learning rate"
+        return "look at KL and staleness in the report, then try half of trainer.lr"
     if verdict.kind == "noise":
         if (verdict.before or 0) > EASY:
-            return "the tasks are too easy for this policy, there is little left to learn: try a harder suite"
+            return "the tasks are too easy for this policy, little is left to learn: try a harder suite"
         if (verdict.before or 0) < HARD:
             return "the policy hardly ever earns a reward: give it a longer warm start or easier tasks"
-        return f"steps={2 * int(number(result, 'steps') or 50)}, or more evaluation samples for a narrower interval"
+        more_steps = f"steps={2 * int(number(result, 'steps') or 50)}"
+        return f"{_command(result, more_steps)} trains twice as long"
     return "evaluate before and after training to know whether it learns"
+
+
+def _command(result: Mapping[str, Any], *more: str) -> str:
+    """The command of this run with other words at its end."""
+    given: Any = result.get("overrides")
+    words = [str(w) for w in cast("Sequence[Any]", given)] if isinstance(given, Sequence) else []
+    keys = tuple(word.partition("=")[0] + "=" for word in more if "=" in word)
+    kept = [word for word in words if not word.startswith((*OWN_TO_A_RUN, *keys))]
+    return shlex.join(["python", "-m", "pipelines.run", *kept, *more])
+
+
+def _near(path: Path) -> Path:
+    """The path as seen from here, if it is below."""
+    path, here = path.absolute(), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

@@ -163,7 +163,7 @@ def wrapped(
         f'<figure class="chart"{f" data-hover={chr(34)}{told}{chr(34)}" if told else ""}>'
         f"<figcaption><b>{escape(title)}</b><small>{escape(note)}</small></figcaption>"
         f'<svg viewBox="0 0 {frame.width} {frame.height}" role="img" aria-label="{escape(title)}">{body}</svg>'
-        f'{f"<div class={chr(34)}legend{chr(34)}>{swatches}</div>" if swatches else ""}</figure>'
+        f"{f'<div class={chr(34)}legend{chr(34)}>{swatches}</div>' if swatches else ''}</figure>"
     )
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pipelines.interval import mean_ci95
 from pipelines.report.charts import Point, Series, line_chart, stacked_chart
 from pipelines.report.run_folder import RunFolder
-from pipelines.wording import figure, percent
+from pipelines.wording import figure, percent_exact
 
 STEP_TIME = {"perf/wait_s": "wait for a batch", "perf/train_s": "train", "perf/publish_s": "publish"}
-ENTRY_BOUNDS = (0.0, 1.0)
+SHARES = (0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,10 @@ CURVES = (
     Curve("Entropy", "per token; a fall to 0 means that exploration ended", ("train/entropy",)),
     Curve("Truncated", "share of episodes or turns cut by a token limit", ("rollout/*truncated_ratio",), share=True),
     Curve("Tokens per second", "trained tokens over the time of the step", ("perf/tokens_per_s",)),
+    Curve("Turns", "mean per episode", ("rollout/num_turns_mean",)),
+    Curve(
+        "Prefix cache", "share of prompt tokens that the engine had already", ("rollout/prefix_cache_hit_rate",), True
+    ),
     Curve("Log-probability gap", "mean |trainer - engine| per token", ("train/train_rollout_logprob_abs_diff",)),
 )
 
@@ -90,7 +94,7 @@ def _solve_rate(run: RunFolder) -> str:
     points: list[Point] = [(float(version), rate) for version, (rate, _) in rates]
     series = Series("solve rate", points, [ends for _, (_, ends) in rates], bars=True)
     note = "share of held-out episodes solved, with 95 % intervals over tasks"
-    return line_chart("Solve rate", note, [series], y_format=percent_of, bounds=ENTRY_BOUNDS)
+    return line_chart("Solve rate", note, [series], y_format=percent_exact, bounds=SHARES)
 
 
 def _curve(run: RunFolder, curve: Curve) -> str:
@@ -98,10 +102,10 @@ def _curve(run: RunFolder, curve: Curve) -> str:
     series = [Series(_short(name, names), run.series(name), smooth=curve.smooth) for name in names[:6]]
     values = [y for s in series for _, y in s.points if y is not None]
     inside = curve.share and all(0 <= y <= 1 for y in values)
-    bounds = ENTRY_BOUNDS if inside and max(values, default=0) > 0.5 else None
+    bounds = SHARES if inside and max(values, default=0) > 0.5 else None
     lost = sum(y is None for s in series for _, y in s.points)
-    note = curve.note + (f"; {lost} values were not finite" if lost else "")
-    return line_chart(curve.title, note, series, y_format=percent_of if inside else figure, bounds=bounds)
+    note = curve.note + (f"; not finite {lost} times" if lost else "")
+    return line_chart(curve.title, note, series, y_format=percent_exact if inside else figure, bounds=bounds)
 
 
 def _step_time(run: RunFolder) -> str:
@@ -130,11 +134,6 @@ def _short(name: str, names: Sequence[str]) -> str:
     """The name without what all names of the chart have in common."""
     if len(names) == 1:
         return name
-    short = name.rpartition("/")[2]
-    stem = min((n.rpartition("/")[2] for n in names), key=len)
-    return "mean" if short == stem else short.removeprefix(f"{stem}_")
-
-
-def percent_of(share: float) -> str:
-    """A share as a percentage, with a decimal where it is small."""
-    return percent(share) if share == 0 or abs(share) >= 0.1 else f"{100 * share:.1f} %"
+    words = [n.rpartition("/")[2].split("_") for n in names]
+    shared = next((i for i, same in enumerate(zip(*words, strict=False)) if len(set(same)) > 1), min(map(len, words)))
+    return "_".join(name.rpartition("/")[2].split("_")[shared:]) or "mean"

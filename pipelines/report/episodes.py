@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from pipelines.report.curves import task_rates
 from pipelines.report.run_folder import Episode, RunFolder
-from pipelines.wording import figure, percent, points
+from pipelines.wording import percent, percent_exact, points
 
 MAX_SHOWN = 300
 MAX_FAILURES = 60
@@ -76,15 +76,15 @@ def _data(episode: Episode, row: Mapping[str, Any], group: Sequence[float | None
 
 def _turn(turn: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
     part = slice(turn["start"], turn["end"])
-    versions = [v for v in (row["versions"] or [])[part] if v >= 0]
-    logprobs: list[float] = (row["logprobs"] or [])[part]
+    versions = cast("list[int]", row["versions"] or [])[part]
+    logprobs = cast("list[float]", row["logprobs"] or [])[part]
     return {
         "text": _cut(turn["text"] or ""),
         "command": _cut(turn["command"] or ""),
         "observation": _cut(turn["observation"] or ""),
         "tokens": turn["end"] - turn["start"],
         "cached": turn["cached_tokens"],
-        "versions": sorted(set(versions)),
+        "versions": sorted({v for v in versions if v >= 0}),
         "logprob": round(sum(logprobs) / len(logprobs), 3) if logprobs else None,
         "generate": round(turn["generate_s"], 3),
         "exec": round(turn["exec_s"], 3),
@@ -101,11 +101,10 @@ def outcome_table(run: RunFolder) -> str:
         totals = {kind: sum(n for (_, k), n in counts.items() if k == kind) for kind in kinds}
         rows = ""
         for label in sorted({label for label, _ in counts}, key=lambda at: -sum(counts[at, k] for k in kinds)):
-            cells = "".join(
-                f"<td class=num>{counts[label, k]:,}</td><td class=num>{percent(counts[label, k] / totals[k])}</td>"
-                for k in kinds
-            )
-            rows += f'<tr><th><i class="chip {escape(label)}"></i>{escape(label)}</th>{cells}</tr>'
+            numbers = [text for k in kinds for text in _count_and_share(counts[label, k], totals[k])]
+            cells = "".join(f"<td class=num>{text}</td>" for text in numbers)
+            chip = f'<i class="chip {escape(label)}"></i>' if name == "outcome" else ""
+            rows += f"<tr><th>{chip}{escape(label)}</th>{cells}</tr>"
         head = "".join(f"<th colspan=2 class=num>{kind}</th>" for kind in kinds)
         parts.append(f"<table><thead><tr><th>{name}</th>{head}</tr></thead><tbody>{rows}</tbody></table>")
     return "".join(parts)
@@ -125,7 +124,9 @@ def failure_table(run: RunFolder) -> str:
     )
     more = f"<p class=dim>and {len(counts) - 40} more pairs</p>" if len(counts) > 40 else ""
     head = "<tr><th>failure</th><th>task</th><th class=num>episodes</th><th>latest cause</th></tr>"
-    return f"<table class=wide><thead>{head}</thead><tbody>{rows}</tbody></table>{more}"
+    table = f"<table class=wide><thead>{head}</thead><tbody>{rows}</tbody></table>{more}"
+    shut = f"<details><summary>{len(failed):,} episodes, by kind and task</summary>{table}</details>"
+    return shut if len(counts) > 12 else table
 
 
 def task_table(run: RunFolder) -> str:
@@ -142,9 +143,10 @@ def task_table(run: RunFolder) -> str:
         low, high = min(before, after), max(before, after)
         color = "up" if change > 0 else "down" if change < 0 else "same"
         slope = (
-            f'<svg class="dumbbell {color}" viewBox="-3 0 106 12"><path class=rail d="M0,6H100"/>'
-            f'<path class=link d="M{100 * low:.0f},6H{100 * high:.0f}"/><circle class=was cx="{100 * before:.0f}" cy=6 r=3 />'
-            f'<circle class=now cx="{100 * after:.0f}" cy=6 r=3 /></svg>'
+            f'<svg class="dumbbell {color}" viewBox="-5 0 110 12"><path class="rail" d="M0,6H100"/>'
+            f'<path class="link" d="M{100 * low:.0f},6H{100 * high:.0f}"/>'
+            f'<circle class="was" cx="{100 * before:.0f}" cy="6" r="3"/>'
+            f'<circle class="now" cx="{100 * after:.0f}" cy="6" r="3"/></svg>'
         )
         told = "" if one else f'<td class="num {color}">{points(change)}</td>'
         rows += (
@@ -160,7 +162,11 @@ def task_table(run: RunFolder) -> str:
 def failures_by_kind(run: RunFolder) -> str:
     """One phrase for the tiles: how many episodes failed, of all that ended."""
     failed = sum(not e.scored and e.outcome != "cancelled" for e in run.episodes)
-    return f"{figure(failed)} of {len(run.episodes):,}"
+    return f"{failed:,} of {len(run.episodes):,}"
+
+
+def _count_and_share(count: int, total: int) -> tuple[str, str]:
+    return f"{count:,}", percent_exact(count / total)
 
 
 def _limit(episode: Episode, most: int) -> int:

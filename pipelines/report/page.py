@@ -74,17 +74,24 @@ def _summary(run: RunFolder, name: str) -> str:
     facts += [duration(number(result, "wall_s") or 0)] if number(result, "wall_s") is not None else []
     facts += [f"commit {str(result['commit'])[:10]}"] if result.get("commit") else []
     badge = f'<span class="badge {escape(status)}">{escape(status)}</span>'
-    head = f"<h1>{escape(name)} {badge}</h1><p class=dim>{escape(' - '.join(facts) or str(run.path))}</p>"
+    told = " &middot; ".join(map(escape, facts)) or escape(str(run.path))
+    head = f"<h1>{escape(name)} {badge}</h1><p class=dim>{told}</p>"
     verdict = Verdict.of(metrics)
-    told = f'<p class="verdict {verdict.kind}">{escape(verdict.sentence())}</p>' if result else ""
-    return f"<header>{head}{_error(run)}{told}{_before_after(metrics)}{_tiles(run)}</header>"
+    judged = f'<p class="verdict {verdict.kind}">{_words(verdict.sentence())}</p>' if metrics else ""
+    return f"<header>{head}{_error(run)}{judged}{_before_after(metrics)}{_tiles(run)}</header>"
+
+
+def _words(text: str) -> str:
+    return escape(text).replace("-&gt;", "&rarr;")
 
 
 def _error(run: RunFolder) -> str:
     error = run.result.get("error")
     if not error:
         return ""
-    log = f"<details><summary>end of log.txt</summary><pre>{escape(run.log_tail)}</pre></details>" if run.log_tail else ""
+    log = (
+        f"<details><summary>end of log.txt</summary><pre>{escape(run.log_tail)}</pre></details>" if run.log_tail else ""
+    )
     return f'<div class="error"><pre>{escape(str(error))}</pre>{log}</div>'
 
 
@@ -100,7 +107,9 @@ def _before_after(metrics: Mapping[str, Any]) -> str:
         bar = f'<rect class="{when}" x="0" y="{y}" width="{600 * rate:.1f}" height="24" rx="3"/>'
         if ends is not None:
             low, high = 600 * max(0.0, ends[0]), 600 * min(1.0, ends[1])
-            bar += f'<path class="whisker" d="M{low:.1f},{y + 12}H{high:.1f}M{low:.1f},{y + 6}v12M{high:.1f},{y + 6}v12"/>'
+            bar += (
+                f'<path class="whisker" d="M{low:.1f},{y + 12}H{high:.1f}M{low:.1f},{y + 6}v12M{high:.1f},{y + 6}v12"/>'
+            )
         words = f'<text class="big" x="700" y="{y + 18}">{percent(rate)}</text>'
         words += f'<text x="765" y="{y + 17}">{percent_interval(ends)}</text>'
         rows += f'<text x="-10" y="{y + 17}" text-anchor="end">{when}</text><rect class="rail" x="0" y="{y}" '
@@ -116,7 +125,7 @@ def _tiles(run: RunFolder) -> str:
     if rewards:
         size = min(10, -(-len(rewards) // 2))
         first, last = sum(rewards[:size]) / size, sum(rewards[-size:]) / size
-        tiles.append(("reward", f"{figure(first)} -> {figure(last)}", f"mean of the first and last {size} steps"))
+        tiles.append(("reward", f"{first:.2f} -> {last:.2f}", f"mean of the first and last {size} steps"))
     delta, ends = number(metrics, "eval/solve_rate_delta"), interval(metrics, "eval/solve_rate_delta_ci95")
     if delta is not None and ends is not None:
         tiles.append(("change", f"{points(delta)} points", f"95 % interval {points(ends[0])} to {points(ends[1])}"))
@@ -132,7 +141,7 @@ def _tiles(run: RunFolder) -> str:
     if run.episodes:
         tiles.append(("failed episodes", episodes.failures_by_kind(run), "never scored, never trained on"))
     return "<div class=tiles>" + "".join(
-        f"<div><small>{escape(t)}</small><b>{escape(v)}</b><small>{escape(n)}</small></div>" for t, v, n in tiles
+        f"<div><small>{escape(t)}</small><b>{_words(v)}</b><small>{escape(n)}</small></div>" for t, v, n in tiles
     ) + "</div>" if tiles else ""  # fmt: skip
 
 
@@ -147,14 +156,14 @@ def _timeline(run: RunFolder) -> str:
     if not chart:
         return ""
     sentence = timeline.overlap_sentence(run)
+    names = ("solved", "partial", "unsolved", "failed", "evaluation")
+    legend = "".join(f'<span><i class="swatch {name}"></i>{name}</span>' for name in names)
     return (
         (f"<p>{escape(sentence)}</p>" if sentence else "")
         + chart
-        + '<figure class="chart"><figcaption><b>Every episode</b><small id="bars-note">a bar each; scroll to zoom, drag '
-        'to move, double-click for all, click a bar to read it</small></figcaption><canvas id="bars"></canvas><div '
-        'class="legend"><span><i class="swatch solved"></i>solved</span><span><i class="swatch partial"></i>partial'
-        '</span><span><i class="swatch unsolved"></i>unsolved</span><span><i class="swatch failed"></i>failed</span>'
-        '<span><i class="swatch evaluation"></i>evaluation (outlined)</span></div></figure>'
+        + '<figure class="chart"><figcaption><b>Every episode</b><small id="bars-note">a bar each; scroll to zoom, '
+        "drag to move, double-click for all, click a bar to read it if it is among the episodes below</small>"
+        f'</figcaption><canvas id="bars"></canvas><div class="legend">{legend}</div></figure>'
     )
 
 
@@ -167,13 +176,14 @@ def _outcomes(run: RunFolder) -> str:
 
 
 def _episodes(how: str) -> str:
+    orders = {"at": "in order of time", "took": "longest first", "tokens": "most tokens first", "turns": "most turns"}
+    options = "".join(f'<option value="{key}">{title}</option>' for key, title in orders.items())
+    selects = "".join(f'<select id="by-{key}"></select>' for key in ("kind", "label", "task"))
     return (
-        f"<p class=dim>{escape(how)}</p>"
-        '<div class="filters"><select id="by-kind"></select><select id="by-label"></select><select id="by-task"></select>'
-        '<input id="by-text" type="search" placeholder="search in conversations"><select id="by-order"><option '
-        'value="at">in order of time</option><option value="took">longest first</option><option value="tokens">most '
-        'tokens first</option><option value="turns">most turns first</option></select><span id="count" class="dim">'
-        '</span></div><div class="reader"><ol id="list" tabindex="0"></ol><article id="conversation"></article></div>'
+        f'<p class=dim>{escape(how)}</p><div class="filters">{selects}'
+        f'<input id="by-text" type="search" placeholder="search in conversations"><select id="by-order">{options}'
+        '</select><span id="count" class="dim"></span></div>'
+        '<div class="reader"><ol id="list" tabindex="0"></ol><article id="conversation"></article></div>'
     )
 
 
@@ -183,12 +193,12 @@ def _config(run: RunFolder) -> str:
     sets: Any = run.result.get("task_set_hash")
     if isinstance(sets, Mapping):
         hashes |= {f"{split} tasks": value for split, value in cast("Mapping[str, Any]", sets).items()}
-    tables = [("group", "choice", choices if isinstance(choices, Mapping) else {}), ("hash of", "", hashes)]
+    chosen: Mapping[str, Any] = cast("Mapping[str, Any]", choices) if isinstance(choices, Mapping) else {}
     parts: list[str] = []
-    for key, value, pairs in tables:
+    for key, value, pairs in (("group", "choice", chosen), ("hash of", "", hashes)):
         rows = "".join(
             f"<tr><th>{escape(str(k))}</th><td><code>{escape(str(v))}</code></td></tr>"
-            for k, v in cast("Mapping[str, Any]", pairs).items()
+            for k, v in pairs.items()
             if v is not None
         )
         if rows:
@@ -196,5 +206,7 @@ def _config(run: RunFolder) -> str:
     told = f'<div class="side-by-side">{"".join(parts)}</div>' if parts else ""
     for title, text in (("plan.txt", run.plan), ("resolved.yaml", run.config)):
         told += f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>" if text else ""
-    notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
+    warnings: Any = run.result.get("warnings")
+    notes = [*run.notes, *map(str, cast("list[Any]", warnings) if isinstance(warnings, list) else [])]
+    notes = "".join(f"<li>{escape(note)}</li>" for note in notes)
     return told + (f"<ul class=dim>{notes}</ul>" if notes else "")

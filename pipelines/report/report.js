@@ -11,7 +11,7 @@
     element.append(...children.filter((child) => child !== null && child !== ""));
     return element;
   };
-  const seconds = (s) => (s >= 60 ? `${Math.floor(s / 60)} m ${String(Math.floor(s % 60)).padStart(2, "0")} s` : `${s.toFixed(s < 10 ? 2 : 1)} s`);
+  const seconds = (s) => (s === 0 ? "0 s" : s >= 60 ? `${Math.floor(s / 60)} m ${String(Math.floor(s % 60)).padStart(2, "0")} s` : `${s.toFixed(s < 10 ? 2 : 1)} s`);
 
   // ---- light and dark
   byId("theme").onclick = () => {
@@ -148,7 +148,12 @@
   function openEpisode(place) {
     if (!visible.includes(place)) resetFilters();
     for (const item of list.children) item.classList.toggle("open", Number(item.dataset.place) === place);
-    list.querySelector(".open")?.scrollIntoView({ block: "nearest" });
+    const open = list.querySelector(".open"); // scrolled by hand: scrollIntoView would move the page too
+    if (open) {
+      const top = open.offsetTop - list.offsetTop;
+      if (top < list.scrollTop) list.scrollTop = top;
+      else if (top + open.offsetHeight > list.scrollTop + list.clientHeight) list.scrollTop = top + open.offsetHeight - list.clientHeight;
+    }
     byId("conversation").replaceChildren(...conversation(data.episodes[place]));
     byId("conversation").scrollTop = 0;
   }
@@ -176,7 +181,7 @@
     });
     const ending = e.reward === null ? `no reward: ${e.label}` : `reward ${e.reward}`;
     const detail = e.detail ? make("pre", "", e.detail) : "";
-    parts.push(said(e.reward === null ? "trouble" : "verifier", `${ending} - stopped: ${e.stop}`, detail));
+    parts.push(said(e.reward === null ? "trouble" : e.reward > 0 ? "verifier" : "world", `${ending} - stopped: ${e.stop}`, detail));
     const times = Object.entries(e.timings).map(([name, value]) => `${name.replace(/_s$/, "")} ${seconds(value)}`).join(", ");
     if (times) parts.push(make("small", "", times));
     return parts;
@@ -199,7 +204,7 @@
     list.replaceChildren(...visible.map((place) => {
       const e = data.episodes[place];
       const item = make("li", "", chip(e.label), make("b", "", e.task), make("span", "num", e.reward === null ? "-" : String(e.reward)),
-        make("small", "", `${e.kind}, version ${e.versions[0] ?? "?"}, ${e.turns.length} turns, ${seconds(e.took)}, at ${seconds(e.at)}`));
+        make("small", "", `${e.kind}, version ${e.versions[0] ?? "?"}, ${e.turns.length} ${e.turns.length === 1 ? "turn" : "turns"}, ${seconds(e.took)}, at ${seconds(e.at)}`));
       item.dataset.place = place;
       item.onclick = () => openEpisode(place);
       return item;

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
-import pyarrow.parquet as pq
+import pyarrow.parquet as pq  # pyright: ignore[reportMissingTypeStubs]
 
 parquet: Any = pq
-"""pyarrow has no type stubs."""
+"""Untyped: pyarrow comes without type stubs."""
 
 CONVERSATION = ("prompt_text", "turns", "versions", "logprobs", "timings")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from pipelines.report.charts import LEFT, RIGHT, Frame, path_of, wrapped
+from pipelines.report.charts import LEFT, Frame, path_of, wrapped
 from pipelines.report.run_folder import Episode, RunFolder
 from pipelines.wording import duration, figure, percent
 
@@ -96,7 +96,7 @@ def profile_chart(run: RunFolder) -> str:
     legend = [(colors[kind], "training episodes" if kind == "train" else "evaluation") for kind, _ in profiles]
     for row, (name, color) in enumerate(bands[:2]):
         spans = run.spans(name)
-        y = HEIGHT - 16 + row * 11
+        y = HEIGHT - 2 + row * 12
         body += "".join(
             f'<rect class="block {color}" x="{frame.x(s - start):.2f}" y="{y}" height="9" rx="1" '
             f'width="{max(0.6, frame.x(e - start) - frame.x(s - start)):.2f}"/>'
@@ -107,7 +107,7 @@ def profile_chart(run: RunFolder) -> str:
     axes = frame.axes("", figure, x_format=duration)
     note = "over the time of the run; below it, when the trainer worked"
     chart = wrapped("Episodes in flight", note, frame, body + axes, legend)
-    return chart.replace(f'viewBox="0 0 {WIDTH} {HEIGHT}"', f'viewBox="0 0 {WIDTH} {HEIGHT + 18}"')
+    return chart.replace(f'viewBox="0 0 {WIDTH} {HEIGHT}"', f'viewBox="0 0 {WIDTH} {HEIGHT + 24}"')
 
 
 def timeline_data(run: RunFolder, shown: Mapping[str, int]) -> dict[str, Any]:
@@ -125,22 +125,32 @@ def timeline_data(run: RunFolder, shown: Mapping[str, int]) -> dict[str, Any]:
         first = (len(episodes) - MAX_BARS) // 2
         note = f"{MAX_BARS:,} of {len(episodes):,} episodes, from the middle of the run"
         episodes = episodes[first : first + MAX_BARS]
-    free: list[int] = []
-    running: list[tuple[float, int]] = []
     bars: list[int] = []
     lanes = 0
+    for kind in ("train", "eval"):
+        members = [e for e in episodes if e.kind == kind]
+        taken = _lanes(members)
+        for episode, lane in zip(members, taken, strict=True):
+            color = LABELS.index(episode.label) if episode.label in LABELS else 3
+            start, length = _ms(episode.started_s - begin), _ms(episode.finished_s - episode.started_s)
+            code = color + (4 if kind == "eval" else 0)
+            bars += [start, max(1, length), lanes + lane, code, shown.get(episode.sample_id, -1)]
+        lanes += max(taken, default=-1) + 1
+    rows = {name: [_ms(t - begin) for s in run.spans(name) for t in s] for name in ("train", "publish")}
+    return {"bars": bars, "lanes": lanes, "end": _ms(span[1] - begin), **rows, "note": note}
+
+
+def _lanes(episodes: Sequence[Episode]) -> list[int]:
+    """A lane for each episode, in order of start, so that no two of a lane overlap and few lanes are needed."""
+    free: list[int] = []
+    running: list[tuple[float, int]] = []
+    lanes: list[int] = []
     for episode in episodes:
         while running and running[0][0] <= episode.started_s:
             heapq.heappush(free, heapq.heappop(running)[1])
-        lane = heapq.heappop(free) if free else lanes
-        lanes = max(lanes, lane + 1)
-        heapq.heappush(running, (episode.finished_s, lane))
-        kind = LABELS.index(episode.label) if episode.label in LABELS else 3
-        code = kind + (4 if episode.kind == "eval" else 0)
-        start, length = _ms(episode.started_s - begin), _ms(episode.finished_s - episode.started_s)
-        bars += [start, max(1, length), lane, code, shown.get(episode.sample_id, -1)]
-    rows = {name: [_ms(t - begin) for s in run.spans(name) for t in s] for name in ("train", "publish")}
-    return {"bars": bars, "lanes": lanes, "end": _ms(span[1] - begin), **rows, "note": note}
+        lanes.append(heapq.heappop(free) if free else len(running))
+        heapq.heappush(running, (episode.finished_s, lanes[-1]))
+    return lanes
 
 
 def _whole(run: RunFolder) -> Span | None:

@@ -6,18 +6,30 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import socket
+import struct
 import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from sandbox_env.providers.local_outer import NOBODY, explain, find_bwrap, outer_command
+from sandbox_env.providers import local_as_nobody
+from sandbox_env.providers.local_outer import (
+    bwrap_arguments,
+    can_become_nobody,
+    explain,
+    find_bwrap,
+    installation,
+    interpreter,
+)
 from sandbox_env.providers.local_wire import BoxLimits
 from sandbox_env.sandbox import SandboxError
 
 MAX_MESSAGE_BYTES = 1 << 16
 END_TIMEOUT_S = 10.0
+END_TRIES = 5
+CREDENTIALS = struct.Struct("3i")
+"""pid, uid and gid of a sender, as the kernel tells them."""
 
 
 class Launcher:
@@ -29,6 +41,7 @@ class Launcher:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._gone: dict[str, asyncio.Future[str]] = {}
+        self._zygote_fd: int | None = None
         self._ended: asyncio.Task[None] | None = None
         self._loop.add_reader(control.fileno(), self._receive)
 
@@ -59,15 +72,20 @@ class Launcher:
         gone = self._gone.get(box_id)
         if gone is None:
             return ""
-        if not gone.done() and self.alive:
+        for _ in range(END_TRIES):
+            self.kill(box_id)
+            with contextlib.suppress(TimeoutError):
+                reason = await asyncio.wait_for(asyncio.shield(gone), END_TIMEOUT_S / END_TRIES)
+                self._gone.pop(box_id, None)
+                return reason
+        raise SandboxError(f"{box_id}: still there {END_TIMEOUT_S:g} s after it was ended")
+
+    def kill(self, box_id: str) -> None:
+        """Ask for the end of the box; `end` waits for it."""
+        gone = self._gone.get(box_id)
+        if gone is not None and not gone.done() and self.alive:
             with contextlib.suppress(OSError):
                 self._control.send(json.dumps({"op": "kill", "id": box_id}).encode())
-        try:
-            reason = await asyncio.wait_for(asyncio.shield(gone), END_TIMEOUT_S)
-        except TimeoutError:
-            raise SandboxError(f"{box_id}: still there {END_TIMEOUT_S:g} s after it was ended") from None
-        self._gone.pop(box_id, None)
-        return reason
 
     async def stop(self) -> None:
         """End the outer sandbox and with it every box, and wait until that is done."""
@@ -78,18 +96,22 @@ class Launcher:
     def _receive(self) -> None:
         while True:
             try:
-                data = self._control.recv(MAX_MESSAGE_BYTES)
+                data, ancillary, _, _ = self._control.recvmsg(MAX_MESSAGE_BYTES, socket.CMSG_SPACE(CREDENTIALS.size))
             except BlockingIOError:
                 return
             except OSError:
-                data = b""
+                data, ancillary = b"", []
             if not data:
                 self._finish("the sandbox launcher died")
                 return
-            self._hear(json.loads(data))
+            self._hear(json.loads(data), ancillary)
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _hear(self, message: dict[str, Any], ancillary: Sequence[tuple[int, int, bytes]]) -> None:
         if message["event"] == "ready":
+            # Its number as seen from here comes from the kernel; inside, it is 1.
+            pid = CREDENTIALS.unpack(ancillary[0][2])[0]
+            with contextlib.suppress(ProcessLookupError):
+                self._zygote_fd = os.pidfd_open(pid)
             if not self._ready.done():
                 self._ready.set_result(None)
             return
@@ -105,17 +127,22 @@ class Launcher:
         self._ended = asyncio.create_task(self._reap(reason))
 
     async def _reap(self, reason: str) -> None:
-        """Wait for bubblewrap, which ends after the launcher's process, which ends after every box."""
+        """Wait for bubblewrap and for the first process inside, which ends after every box."""
         deadline = self._loop.time() + END_TIMEOUT_S
-        while self._process.poll() is None:
+        while self._process.poll() is None or self._zygote_runs():
             if self._loop.time() > deadline:
                 self._process.kill()
             await asyncio.sleep(0.005)
+        if self._zygote_fd is not None:
+            os.close(self._zygote_fd)
         if not self._ready.done():
             self._ready.set_exception(explain(self._errors()))
         for gone in self._gone.values():
             if not gone.done():
                 gone.set_result(reason)
+
+    def _zygote_runs(self) -> bool:
+        return self._zygote_fd is not None and not select.select([self._zygote_fd], [], [], 0)[0]
 
     def _errors(self) -> str:
         stream = self._process.stderr
@@ -138,38 +165,38 @@ async def start_launcher(timeout_s: float) -> Launcher:
     """Start an outer sandbox. Raises `IsolationUnavailable` with the remedy if this machine forbids it."""
     bwrap = find_bwrap()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    opened: list[int] = []
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    ours.setblocking(False)
+    with theirs:
+        try:
+            process = _start_bwrap(bwrap, theirs.fileno())
+        except OSError as error:
+            ours.close()
+            raise explain(str(error)) from None
+    launcher = Launcher(process, ours)
+    await launcher.wait_ready(timeout_s)
+    return launcher
+
+
+def _start_bwrap(bwrap: str, control_fd: int) -> subprocess.Popen[bytes]:
+    as_nobody = can_become_nobody()
+    arguments, fds = bwrap_arguments(control_fd, local_as_nobody.SHOWN if as_nobody else str(installation()))
+    command = [bwrap, *arguments]
     try:
-        interpreter_fd = os.open(sys.base_prefix, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        opened.append(interpreter_fd)
-        bwrap_fd = os.open(bwrap, os.O_RDONLY | os.O_CLOEXEC)
-        opened.append(bwrap_fd)
-        command, file_fds = outer_command(bwrap, theirs.fileno(), interpreter_fd)
-        opened.extend(file_fds)
-        as_root = os.geteuid() == 0
-        # By file descriptor: `nobody` may not be able to reach the path of a virtual environment.
-        process = subprocess.Popen(
+        if as_nobody:
+            fds.append(os.open(bwrap, os.O_RDONLY | os.O_CLOEXEC))
+            script = [interpreter(), "-I", "-S", local_as_nobody.__file__]
+            command = [*script, str(fds[-1]), str(installation()), *arguments]
+        return subprocess.Popen(
             command,
-            executable=f"/proc/self/fd/{bwrap_fd}",
-            pass_fds=[theirs.fileno(), *opened],
+            pass_fds=[control_fd, *fds],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env={},
             cwd="/",
             start_new_session=True,
-            user=NOBODY if as_root else None,
-            group=NOBODY if as_root else None,
-            extra_groups=[] if as_root else None,
         )
-    except OSError as error:
-        ours.close()
-        raise explain(str(error)) from None
     finally:
-        theirs.close()
-        for fd in opened:
+        for fd in fds:
             os.close(fd)
-    ours.setblocking(False)
-    launcher = Launcher(process, ours)
-    await launcher.wait_ready(timeout_s)
-    return launcher

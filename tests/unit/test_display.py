@@ -97,12 +97,15 @@ def test_the_panel_shows_every_figure_that_the_stages_gave() -> None:
         assert text in shown
 
 
-def test_the_panel_names_a_failed_stage_and_its_cause_once() -> None:
+def test_the_panel_names_a_failed_stage_and_its_cause_once_and_for_good() -> None:
     board = board_at(Clock())
     board.stage("fleet", "failed", "fleet: replica 0 ended with -9")
+    board.stage("fleet", "stopping")
+    board.stage("fleet", "down")
     shown = painted(board)
     assert shown.count("fleet: replica 0 ended with -9") == 1
     assert "fleet: fleet:" not in shown
+    assert "\u2716 fleet" in shown
 
 
 def test_the_panel_stands_any_figure_a_stage_may_send() -> None:
@@ -263,7 +266,7 @@ def test_a_dumb_terminal_gets_plain_lines() -> None:
 
 def result_with(**metrics: Any) -> dict[str, Any]:
     named = {f"eval/solve_rate_{name}": value for name, value in metrics.items()}
-    return {"status": "completed", "steps": 100, "wall_s": 150.0, "metrics": named}
+    return {"status": "success", "steps": 100, "wall_s": 150.0, "metrics": named}
 
 
 @pytest.mark.parametrize(
@@ -282,7 +285,7 @@ def result_with(**metrics: Any) -> dict[str, Any]:
         (
             {"before": 0.41, "after": 0.2, "delta": -0.21, "delta_ci95": [-0.3, -0.1]},
             "It got worse: solve rate 41 % -> 20 % (-21 points, 95 % interval -30 to -10).",
-            "learning rate",
+            "trainer.lr",
         ),
         ({"before": 0.96, "after": 0.96, "delta": 0.0, "delta_ci95": [-0.1, 0.1]}, "No change", "too easy"),
         ({"before": 0.01, "after": 0.01, "delta": 0.0, "delta_ci95": [-0.1, 0.1]}, "No change", "longer warm start"),
@@ -310,15 +313,25 @@ def test_a_failed_run_closes_with_its_cause_its_log_and_a_remedy(tmp_path: Path)
     assert lines == [
         "Failed after 12 steps and 1 m 05 s: fleet: replica 0 ended with -9",
         f"Log: {tmp_path / 'log.txt'}",
-        f"Next: see {tmp_path / 'log.txt'}; plan_only=true checks the config",
+        f"Next: {tmp_path / 'log.txt'} tells more",
     ]
 
 
-def test_an_interrupted_run_with_a_checkpoint_says_how_to_go_on(tmp_path: Path) -> None:
+def test_an_interrupted_run_with_a_checkpoint_says_the_command_that_goes_on(tmp_path: Path) -> None:
+    result = {"status": "interrupted", "steps": 12, "wall_s": 65.0, "overrides": ["+experiment=x", "resume=old"]}
+    assert "starts afresh" in closing_lines(result, tmp_path / "report.html")[2]
     (tmp_path / "checkpoints" / "step-10").mkdir(parents=True)
-    lines = closing_lines({"status": "interrupted", "steps": 12, "wall_s": 65.0}, tmp_path / "report.html")
+    lines = closing_lines(result, tmp_path / "report.html")
     assert lines[0] == "Interrupted after 12 steps and 1 m 05 s."
-    assert lines[2] == f"Next: resume={tmp_path} goes on from the last checkpoint"
+    command = f"python -m pipelines.run +experiment=x resume={tmp_path}"
+    assert lines[2] == f"Next: {command} goes on from the last checkpoint"
+
+
+def test_the_next_command_keeps_the_choices_of_the_run_but_not_its_seed(tmp_path: Path) -> None:
+    result = result_with(before=0.4, after=0.7, delta=0.3, delta_ci95=[0.2, 0.4])
+    result["overrides"] = ["dataset=train8", "seed=4", "trainer.lr=1e-3"]
+    command = "python -m pipelines.run dataset=train8 trainer.lr=1e-3 -m 'seed=range(3)'"
+    assert command in closing_lines(result, tmp_path / "report.html")[2]
 
 
 def test_the_closing_lines_stand_a_result_with_nothing_in_it(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_tensorboard_reads_the_same_figures_but_not_the_epoch_times(tmp_path: Pa
     with MetricsWriter(tmp_path) as writer:
         for step in range(3):
             writer.write(step, {"train/loss": step / 4, "time/train_start_s": 1.7e9 + step}, time_s=1.7e9 + step)
-    events = EventAccumulator(str(tmp_path))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert events.Tags()["scalars"] == ["train/loss"]
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(0, 0.0), (1, 0.25), (2, 0.5)]

@@ -1,9 +1,9 @@
 """A small inference engine of our own: one process, one torch thread, SGLang's HTTP.
 
-    server.py -> generation.py -> protocol.py    HTTP in, validated requests, JSON out
-    core.py                                      the model thread: admits, steps, samples, updates weights
-    backend.py                                   what the core asks of a model
-      qwen3_backend.py -> qwen3.py, kv.py, prefix_cache.py     the fast path
-      transformers_backend.py                                  any other causal LM
-    engine.py                                    launches it as a replica
+server.py -> generation.py -> protocol.py    HTTP in, validated requests, JSON out
+core.py                                      the model thread: admits, steps, samples, updates weights
+backend.py                                   what the core asks of a model
+  qwen3_backend.py -> qwen3.py, kv.py, prefix_cache.py     the fast path
+  transformers_backend.py                                  any other causal LM
+engine.py                                    launches it as a replica
 """

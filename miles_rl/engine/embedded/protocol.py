@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from reprlib import repr as short
 from typing import Any
 
 from miles_rl.engine.embedded.request import Request, SamplingParams
@@ -94,7 +95,9 @@ def parse_generate(body: Any, limits: Limits) -> GenerateCall:
     requests: list[Request] = []
     for ids, given, rid in zip(prompts, params, rids, strict=True):
         sampling, count = parse_sampling(given, limits)
-        sampling = _fit(len(ids), sampling, given, limits)
+        sampling = _fit(len(ids), sampling, limits)
+        if len(requests) + count > MAX_SEQUENCES:
+            raise RequestError(f"one request may ask for at most {MAX_SEQUENCES} sequences")
         for copy in range(count):
             name = uuid.uuid4().hex if rid is None else rid if count == 1 else f"{rid}_{copy}"
             requests.append(
@@ -107,8 +110,6 @@ def parse_generate(body: Any, limits: Limits) -> GenerateCall:
                     streams=streams,
                 )
             )
-    if len(requests) > MAX_SEQUENCES:
-        raise RequestError(f"one request may ask for {MAX_SEQUENCES} sequences, got {len(requests)}")
     is_list = is_batch or len(requests) > 1
     prompt_ids = _typed(body, "return_prompt_token_ids", bool, False)
     return GenerateCall(requests, is_list, streams, return_logprob, prompt_ids)
@@ -119,7 +120,7 @@ def parse_sampling(given: Mapping[str, Any], limits: Limits) -> tuple[SamplingPa
     _refuse(given, _NEUTRAL)
     unknown = given.keys() - _KNOWN - _NEUTRAL.keys() - _TEXT_ONLY
     if unknown:
-        raise RequestError(f"sampling_params: unexpected key {min(unknown)!r}")
+        raise RequestError(f"sampling_params: unexpected key {short(min(unknown))}")
     temperature = _number(given, "temperature", 1.0)
     if temperature < 0:
         raise RequestError(f"temperature must be a non-negative finite number, got {temperature}")
@@ -137,7 +138,7 @@ def parse_sampling(given: Mapping[str, Any], limits: Limits) -> tuple[SamplingPa
         raise RequestError(f"n must be in [1, {MAX_SEQUENCES}], got {count}")
     seed = given.get("sampling_seed")
     if seed is not None and type(seed) is not int:
-        raise RequestError(f"sampling_seed must be an integer, got {seed!r}")
+        raise RequestError(f"sampling_seed must be an integer, got {short(seed)}")
     stops = _stop_ids(given, limits)
     eos = frozenset() if _typed(given, "ignore_eos", bool, False) else limits.eos_token_ids
     min_new = _typed(given, "min_new_tokens", int, 0)
@@ -162,7 +163,7 @@ def _max_new(given: Mapping[str, Any], min_new: int) -> int:
     if max_new is None:
         max_new = -1
     elif type(max_new) is not int or max_new < 0:
-        raise RequestError(f"max_new_tokens must be at least 0, got {max_new!r}")
+        raise RequestError(f"max_new_tokens must be at least 0, got {short(max_new)}")
     if min_new < 0 or (max_new >= 0 and min_new > max_new):
         raise RequestError(f"min_new_tokens must be in [0, max_new_tokens], got {min_new}")
     return max_new
@@ -177,15 +178,13 @@ def _stop_ids(given: Mapping[str, Any], limits: Limits) -> frozenset[int]:
     return frozenset(stops)
 
 
-def _fit(length: int, sampling: SamplingParams, given: Mapping[str, Any], limits: Limits) -> SamplingParams:
+def _fit(length: int, sampling: SamplingParams, limits: Limits) -> SamplingParams:
     """Check prompt and reply against the context, and resolve an open `max_new_tokens`."""
     context = limits.context_length
     if length >= context:
-        raise RequestError(
-            f"The input ({length} tokens) is longer than the model's context length ({context} tokens)."
-        )
+        raise RequestError(f"The input ({length} tokens) is longer than the model's context length ({context} tokens).")
     if sampling.max_new_tokens == -1:
-        return _replace(sampling, max_new_tokens=context - length)
+        return replace(sampling, max_new_tokens=context - length)
     if length + sampling.max_new_tokens > context:
         raise RequestError(
             f"Requested token count exceeds the model's maximum context length of {context} tokens. You requested a "
@@ -195,14 +194,9 @@ def _fit(length: int, sampling: SamplingParams, given: Mapping[str, Any], limits
     return sampling
 
 
-def _replace(sampling: SamplingParams, **changes: Any) -> SamplingParams:
-    fields = {name: getattr(sampling, name) for name in SamplingParams.__slots__}
-    return SamplingParams(**{**fields, **changes})
-
-
 def _reseed(sampling: SamplingParams, copy: int) -> SamplingParams:
     """The n samples of one seeded prompt differ, and stay the same when asked for again."""
-    return _replace(sampling, seed=(sampling.seed or 0) + copy)
+    return replace(sampling, seed=(sampling.seed or 0) + copy)
 
 
 def _prompts(value: Any, limits: Limits) -> tuple[list[list[int]], bool]:
@@ -240,7 +234,7 @@ def _spread(value: Any, count: int, name: str, kind: type, default: Any) -> list
 def _refuse(given: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
     for name in neutral.keys() & given.keys():
         if given[name] not in neutral[name]:
-            raise RequestError(f"{name}: {given[name]!r} is not supported by this engine")
+            raise RequestError(f"{name}: {short(given[name])} is not supported by this engine")
 
 
 def _typed(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
@@ -248,7 +242,7 @@ def _typed(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any
     if value is None:
         return default
     if type(value) is not kind:
-        raise RequestError(f"{name} must be a {kind.__name__}, got {value!r}")
+        raise RequestError(f"{name} must be a {kind.__name__}, got {short(value)}")
     return value
 
 
@@ -260,6 +254,10 @@ def _number(given: Mapping[str, Any], name: str, default: float) -> float:
     value = given.get(name)
     if value is None:
         return default
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, got {value!r}")
-    return float(value)
+    try:
+        number = float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RequestError(f"{name} must be a finite number, got {short(value)}")
+    return number

@@ -176,7 +176,9 @@ class Qwen3:
         for index, layer in enumerate(self.layers):
             yield from layer.named(self.config, f"model.layers.{index}.")
 
-    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, longest: int, attend: AttentionFunction) -> torch.Tensor:
+    def hidden(
+        self, ids: torch.Tensor, positions: torch.Tensor, longest: int, attend: AttentionFunction
+    ) -> torch.Tensor:
         """Last hidden states [N, hidden] before the final norm, of tokens `ids` [N] at `positions` [N] below `longest`.
 
         `attend(layer, queries [N, H, D], new keys then values [N, 2K, D])` stores and attends; returns [N, H * D].

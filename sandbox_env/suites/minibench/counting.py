@@ -90,7 +90,8 @@ def sum_column(draw: Draw) -> Action:
         family="sum-column",
         subject=source.split(".")[0],
         phrase=draw.pick(
-            f"sum column {column} of {source} into {target}", f"write the sum of column {column} in {source} to {target}"
+            f"sum column {column} of {source} into {target}",
+            f"write the sum of column {column} in {source} to {target}",
         ),
         files={source: text.encode()},
         turn=ok(f"awk '{{s+=${column}}} END {{print s}}' {source} > {target}"),

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-SYLLABLES = (("ka", "lo", "mi", "ne", "pu", "ri", "sa", "te", "vo", "zu", "be", "do"),
-             ("stel", "rin", "mak", "dor", "vin", "lup", "tas", "gor"))  # fmt: skip
-WORDS = tuple(first + second for first in SYLLABLES[0] for second in SYLLABLES[1])
+FIRST = ("ka", "lo", "mi", "ne", "pu", "ri", "sa", "te", "vo", "zu", "be", "do")
+SECOND = ("stel", "rin", "mak", "dor", "vin", "lup", "tas", "gor")
+WORDS = tuple(first + second for first in FIRST for second in SECOND)
 EXTENSIONS = ("txt", "log", "csv", "md", "dat")
 
 

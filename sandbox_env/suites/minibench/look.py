@@ -173,7 +173,8 @@ def find_kind(draw: Draw) -> Exercise:
     """The only file of a kind."""
     kind, *rest = draw.shuffled(EXTENSIONS)
     target, others = draw.file(kind), [draw.file(extension) for extension in rest[:3]]
-    lines, other_texts = draw.lines(4, 6), {name: text_of(draw.lines(3, 4)) for name in others}
+    # Another number of lines, so that counting those of a wrong file is wrong.
+    lines, other_texts = draw.lines(4, 6), {name: text_of(draw.lines(3, 3)) for name in others}
     todo = deed(draw, target, lines, writes=True)
     look = ok("ls", text_of(sorted([target, *others])))
     return Exercise(
@@ -229,7 +230,8 @@ def stop_process(draw: Draw) -> Exercise:
         family="stop-process",
         subject=script.split(".")[0],
         instruction=draw.pick(
-            f"Run {script}, then stop the process that it started.", f"Start {script} and then kill what it leaves running."
+            f"Run {script}, then stop the process that it started.",
+            f"Start {script} and then kill what it leaves running.",
         ),
         files={script: body.encode()},
         turns=(look, ok(f"kill $(cat {program}.pid)")),

@@ -32,10 +32,19 @@ ACTIONS: dict[str, ActionBuilder] = {
 NUM_TRAIN, NUM_EVAL, NUM_REPEAT, NUM_TRAIN_PAIRS = 69, 20, 6, 12
 
 EVAL_ACTIONS = (
-    "append-word copy-file delete-file replace-word count-words sum-column sort-numbers first-lines set-mode json-get "
-    "git-tag"
-).split()
-EVAL_LOOKS = "note-file note-word note-task find-kind find-word".split()
+    "append-word",
+    "copy-file",
+    "delete-file",
+    "replace-word",
+    "count-words",
+    "sum-column",
+    "sort-numbers",
+    "first-lines",
+    "set-mode",
+    "json-get",
+    "git-tag",
+)
+EVAL_LOOKS = ("note-file", "note-word", "note-task", "find-kind", "find-word")
 NARROW_EXTRAS = ("count-lines", "note-file")
 """The families of train8 besides repeat-word."""
 

@@ -130,7 +130,8 @@ def first_lines(draw: Draw) -> Action:
         family="first-lines",
         subject=source.split(".")[0],
         phrase=draw.pick(
-            f"put the first {count} lines of {source} into {target}", f"write the top {count} lines of {source} to {target}"
+            f"put the first {count} lines of {source} into {target}",
+            f"write the top {count} lines of {source} to {target}",
         ),
         files={source: text_of(lines).encode()},
         turn=ok(f"head -n {count} {source} > {target}"),

@@ -54,7 +54,10 @@ def upper_case(draw: Draw) -> Action:
     return Action(
         family="upper-case",
         subject=source.split(".")[0],
-        phrase=draw.pick(f"write {source} in capitals to {target}", f"put a copy of {source} in capitals into {target}"),
+        phrase=draw.pick(
+            f"write {source} in capitals to {target}",
+            f"put a copy of {source} in capitals into {target}",
+        ),
         files={source: text.encode()},
         turn=ok(f"tr a-z A-Z < {source} > {target}"),
         checks=(holds(target, text.upper()), kept(source, text)),

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,9 @@ def is_whole(folder: Path, exercises: Sequence[Exercise]) -> bool:
     try:
         manifest: Mapping[str, Any] = json.loads((folder / MANIFEST).read_text())
         names = {entry.name for entry in folder.iterdir()} - {MANIFEST}
-        return (
-            names == {exercise.name for exercise in exercises} == set(manifest)
-            and all(task_digest(folder / name) == digest for name, digest in manifest.items())
-        )  # fmt: skip
+        if not names == set(manifest) == {exercise.name for exercise in exercises}:
+            return False
+        return all(task_digest(folder / name) == digest for name, digest in manifest.items())
     except (OSError, ValueError):
         return False
 
@@ -115,7 +114,7 @@ def _replace(folder: Path, exercises: Sequence[Exercise]) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Generator[None]:
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -125,7 +124,8 @@ def _locked(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"{path}: locked for {LOCK_TIMEOUT_S:.0f} s; end the process that holds it") from None
+                    message = f"{path}: locked for {LOCK_TIMEOUT_S:.0f} s; end the process that holds it"
+                    raise TimeoutError(message) from None
                 time.sleep(0.05)
         yield
     finally:

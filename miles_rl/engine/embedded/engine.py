@@ -1,0 +1,104 @@
+"""Launches the embedded engine as replicas. Imports no torch: only the child process does."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from pathlib import Path
+
+from miles_rl.engine.base import EngineError, Replica
+from miles_rl.engine.client import EngineClient
+from miles_rl.engine.process import ChildProcess
+
+
+class EmbeddedReplica:
+    """One engine process. Implements `Replica`."""
+
+    def __init__(self, url: str, process: ChildProcess) -> None:
+        self._url, self._process = url, process
+
+    @property
+    def url(self) -> str:
+        """Base address."""
+        return self._url
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def log_path(self) -> str:
+        """File that holds what the engine printed."""
+        return str(self._process.log_path)
+
+    def exit_code(self) -> int | None:
+        """None while it lives, else its exit code, minus the signal that ended it."""
+        return self._process.exit_code()
+
+    async def stop(self) -> None:
+        """End it; safe to call twice."""
+        await self._process.stop()
+
+
+class EmbeddedEngine:
+    """Implements `Engine` with `python -m miles_rl.engine.embedded`.
+
+    `device` is `cpu`, `cuda` or `cuda:N`. Key-value memory in GiB is per replica. `max_context` shortens the model's
+    own context (tokens). Timeouts in seconds.
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        dtype: str = "auto",
+        backend: str = "auto",
+        num_threads: int = 1,
+        max_context: int | None = None,
+        max_running: int = 128,
+        max_prefill_tokens: int = 2048,
+        running_kv_gib: float = 1.0,
+        prefix_cache_gib: float = 0.25,
+        start_timeout_s: float = 120.0,
+        max_step_s: float = 120.0,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._options: dict[str, object] = {
+            "device": device,
+            "dtype": dtype,
+            "backend": backend,
+            "num-threads": num_threads,
+            "max-running": max_running,
+            "max-prefill-tokens": max_prefill_tokens,
+            "running-kv-gib": running_kv_gib,
+            "prefix-cache-gib": prefix_cache_gib,
+            "max-step-s": max_step_s,
+        }
+        if max_context is not None:
+            self._options["max-context"] = max_context
+        self._num_threads, self._start_timeout_s, self._host = num_threads, start_timeout_s, host
+
+    async def launch(self, index: int, model_dir: str, version: int, log_dir: str) -> Replica:
+        """Start replica `index` and wait until it serves. Raises `EngineError` with the log's end."""
+        options = {**self._options, "model": model_dir, "weight-version": version}
+        # The socket is bound here and inherited, so no other process can take the port in between.
+        with socket.socket() as bound:
+            bound.bind((self._host, 0))
+            url = f"http://{self._host}:{bound.getsockname()[1]}"
+            arguments = [f"--{name}={value}" for name, value in options.items()]
+            process = ChildProcess(
+                "miles_rl.engine.embedded",
+                [*arguments, f"--fd={bound.fileno()}"],
+                log_path=Path(log_dir) / f"engine_{index}.log",
+                env={"OMP_NUM_THREADS": str(self._num_threads), "TOKENIZERS_PARALLELISM": "false"},
+                pass_fds=[bound.fileno()],
+            )
+        replica = EmbeddedReplica(url, process)
+        try:
+            async with EngineClient(url, timeout_s=5.0) as client:
+                await process.wait_ready(client.is_healthy, self._start_timeout_s, f"replica {index}")
+        except BaseException:
+            with contextlib.suppress(EngineError, OSError):
+                await replica.stop()
+            raise
+        return replica
