@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -36,11 +36,12 @@ os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_ENABLE_UV_RUN_RUNTIME_ENV="0"
 os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")  # Ray's name for: loopback only, on any system
 os.environ.update(RAY_worker_niceness="0")  # stages are the work of the run, not something beside it
 
-import ray
-import ray.exceptions
+import ray as ray_untyped
 from ray._private import worker as ray_worker
+from ray.exceptions import RayActorError, RayError
 
 log = logging.getLogger(__name__)
+ray: Any = ray_untyped  # its annotations are incomplete
 
 _TOKEN = secrets.token_hex(32)  # one for this process: Ray caches the first it reads
 _MAX_CALLS = 10_000
@@ -114,10 +115,10 @@ async def _answer(stage: str, reference: Any, timeout_s: float | None) -> Any:
     except asyncio.CancelledError:
         ray.cancel(reference)
         raise
-    except ray.exceptions.RayActorError:
+    except RayActorError:
         cause = "its process was killed, ran out of memory, or crashed in native code; see log.txt"
         raise StageError(f"stage '{stage}' died: {cause}") from None
-    except ray.exceptions.RayError as error:
+    except RayError as error:
         raise StageError(f"stage '{stage}': {type(error).__name__}: {str(error).splitlines()[0]}") from error
     if isinstance(answer, Failure):
         raise answer.open(stage)
@@ -155,9 +156,7 @@ class StageHost:
             self._component = instantiate({**self._run, "_partial_": True}, _convert_="all")(**needs)
         except Exception as error:
             log.exception("cannot be built")
-            return Failure.of(
-                error.__cause__ if type(error).__name__ == "InstantiationException" and error.__cause__ else error
-            )
+            return Failure.of(error.__cause__ or error)  # Hydra wraps what the constructor raised
         return os.getpid()
 
     async def call(self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -215,7 +214,7 @@ class RayHost:
 
 
 @contextlib.contextmanager
-def session(cluster: Mapping[str, Any]) -> Iterator[None]:
+def session(cluster: Mapping[str, Any]) -> Generator[None]:
     """A private Ray for the time of a `with`. `cluster` is the config group of that name."""
     folder = Path(tempfile.mkdtemp(prefix="miles-ray-", dir=cluster["temp_dir"]))
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(folder)]
@@ -226,7 +225,7 @@ def session(cluster: Mapping[str, Any]) -> Iterator[None]:
     paths = dict.fromkeys([str(Path(pipelines.__file__).parent.parent), *os.environ.get("PYTHONPATH", "").split(":")])
     os.environ.update(cluster["env"], RAY_AUTH_TOKEN_PATH=str(token), PYTHONPATH=":".join(filter(None, paths)))
     # Ray would print what it hears of dead workers over the display; the run tells it in its own words.
-    ray_worker.print_to_stdstream = lambda data, **_: log.info("Ray: %s", " ".join(data["lines"]))
+    ray_worker.print_to_stdstream = _log_of_ray
     try:
         # In this thread, not in a helper: the kernel ends Ray's processes with the thread that started them.
         ray.init(
@@ -244,6 +243,10 @@ def session(cluster: Mapping[str, Any]) -> Iterator[None]:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
         guard.communicate(timeout=_GUARD_TIMEOUT_S)
+
+
+def _log_of_ray(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+    log.info("Ray: %s", " ".join(data["lines"]))
 
 
 def launch(plan: Plan, run_dir: Path, observer: Observer) -> Ending:

@@ -35,7 +35,7 @@ class PlannedStage:
     start_timeout_s: float
     stop_timeout_s: float
     call_timeout_s: float
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What the component says about its options (`describe`): sizes, and under `starts` what it will start."""
 
 
@@ -46,7 +46,7 @@ class Plan:
     stages: tuple[PlannedStage, ...]
     driver: str
     config: Mapping[str, Any]
-    choices: Mapping[str, str] = field(default_factory=dict)
+    choices: Mapping[str, str] = field(default_factory=dict[str, str])
     notes: tuple[str, ...] = ()
     """Knobs that cannot act under this config, and other things a check wants known."""
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -130,7 +130,8 @@ def _log_to(file: Path) -> Any:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s driver %(name)s: %(message)s"))
     root = logging.getLogger()
     before = root.handlers[:]
-    root.handlers, level = [handler], root.level
+    level = root.level
+    root.handlers = [cast(logging.Handler, handler)]
     root.setLevel(logging.INFO)
     try:
         yield

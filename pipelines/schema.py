@@ -43,7 +43,7 @@ class StageShell:
     """One stage of the graph. The deadlines bound its start, its stop, and each call that another stage makes."""
 
     run: Any = MISSING
-    needs: list[str] = field(default_factory=list)
+    needs: list[str] = field(default_factory=list[str])
     resources: Resources = field(default_factory=Resources)
     start_timeout_s: float = 120.0
     stop_timeout_s: float = 20.0
@@ -75,7 +75,7 @@ class RunShell:
     plan_only: bool = False
     resume: str | None = None
     run_dir: str = MISSING
-    checks: list[str] = field(default_factory=list)
+    checks: list[str] = field(default_factory=list[str])
     model: Any = MISSING
     parallelism: Any = MISSING
     rollout: Any = MISSING
@@ -88,7 +88,7 @@ class RunShell:
     trainer: Any = MISSING
     loss: Any = MISSING
     cluster: Cluster = field(default_factory=Cluster)
-    stages: dict[str, StageShell] = field(default_factory=dict)
+    stages: dict[str, StageShell] = field(default_factory=dict[str, StageShell])
 
 
 ConfigStore.instance().store(name="schema", node=RunShell)

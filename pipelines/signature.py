@@ -32,46 +32,54 @@ def check_tree(
 ) -> Iterator[Problem]:
     """Problems of every `_target_` in `node`; the top one is also given the arguments `injected`."""
     if isinstance(node, dict) and "_target_" in node:
-        yield from check_call(cast(dict[str, Any], node), path, where, allowed, injected)
+        spec = cast(dict[str, Any], node)
+        try:
+            target = load(spec["_target_"], allowed)
+            parameters = list(inspect.signature(target).parameters.values())
+        except TargetError as error:
+            yield Problem(where((*path, "_target_")), spec["_target_"], str(error))
+        except (TypeError, ValueError):
+            yield Problem(where((*path, "_target_")), spec["_target_"], "cannot be called; name a class or a function")
+        else:
+            yield from _wrong_names(target.__name__, parameters, spec, path, where, injected)
+            yield from _wrong_types(target, _options(spec), path, where)
     for key, child in children(node):
         yield from check_tree(child, (*path, key), where, allowed)
 
 
-def check_call(
-    spec: Mapping[str, Any], path: Path, where: Where, allowed: Collection[str], injected: Collection[str]
+def _options(spec: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in spec.items() if key not in _RESERVED}
+
+
+def _wrong_names(
+    name: str,
+    parameters: Collection[inspect.Parameter],
+    spec: Mapping[str, Any],
+    path: Path,
+    where: Where,
+    injected: Collection[str],
 ) -> Iterator[Problem]:
-    """Problems of one `_target_` with its options: may it be built, can it be loaded, do its arguments fit."""
-    try:
-        target = load(spec["_target_"], allowed)
-        parameters = inspect.signature(target).parameters
-    except TargetError as error:
-        yield Problem(where((*path, "_target_")), spec["_target_"], str(error))
-        return
-    except (TypeError, ValueError):
-        yield Problem(where((*path, "_target_")), spec["_target_"], "cannot be called; name a class or a function")
-        return
-    options = {key: value for key, value in spec.items() if key not in _RESERVED}
-    known = [p.name for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY)]
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    name = target.__name__
+    """Options and needs that the constructor called `name` does not take, and arguments that nobody gives it."""
+    options = _options(spec)
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for key, value in options.items():
         if key in injected:
             yield Problem(where((*path, key)), value, f"is also a need of this stage, which gives {key!r}; remove one")
-        elif key not in known and not open_ended:
-            choices = [other for other in known if other not in injected and other not in options] or known
-            yield Problem(where((*path, key)), value, f"{name} takes no '{key}'; {did_you_mean(key, choices)}")
+        elif key not in named and not open_ended:
+            free = [other for other in named if other not in injected and other not in options] or named
+            yield Problem(where((*path, key)), value, f"{name} takes no '{key}'; {did_you_mean(key, free)}")
     for need in injected:
-        if need not in known and not open_ended:
+        if need not in named and not open_ended:
             yield Problem(where((*path[:-1], "needs")), need, f"{name} takes no '{need}'; remove it from needs")
-    if not spec.get("_partial_"):
-        for p in parameters.values():
-            if p.name in known and p.default is p.empty and p.name not in options and p.name not in injected:
-                yield Problem(where((*path, p.name)), "missing", f"{name} needs it; set it")
-    yield from _wrong_types(target, options, path, where)
+    for key, parameter in named.items():
+        if parameter.default is parameter.empty and key not in options and key not in injected:
+            if not spec.get("_partial_"):
+                yield Problem(where((*path, key)), "missing", f"{name} needs it; set it")
 
 
 def _wrong_types(target: Any, options: Mapping[str, Any], path: Path, where: Where) -> Iterator[Problem]:
-    hints = annotations(target)
+    hints = annotations_of(target)
     for key, value in options.items():
         expected = hints.get(key, Any)
         for below, wrong, remedy in mismatches(value, expected):
@@ -100,7 +108,7 @@ def _wrong_object(spec: Mapping[str, Any], expected: Any, path: Path, where: Whe
         yield Problem(where((*path, "_target_")), spec["_target_"], f"must be a {expected.__name__}")
 
 
-def annotations(target: Any) -> dict[str, Any]:
+def annotations_of(target: Any) -> dict[str, Any]:
     """Annotation of each parameter of `target`, evaluated; one that cannot be evaluated is left out."""
     function = target.__init__ if inspect.isclass(target) else target
     namespace = vars(sys.modules[function.__module__]) if hasattr(function, "__module__") else {}
@@ -139,5 +147,6 @@ def load(name: Any, allowed: Collection[str] = ALLOWED) -> Any:
 
 
 def _public(found: Any) -> list[str]:
-    own = [n for n, member in vars(found).items() if getattr(member, "__module__", None) == found.__name__]
+    members = cast(dict[str, Any], vars(found))
+    own = [name for name, member in members.items() if getattr(member, "__module__", None) == found.__name__]
     return own + [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", None) or [])]

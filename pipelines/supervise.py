@@ -43,10 +43,10 @@ class Ending:
 
     status: RunStatus = "failed"
     error: str | None = None
-    metrics: dict[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-    figures: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict[str, Any])
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    figures: dict[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    warnings: list[str] = field(default_factory=list[str])
 
 
 class Interrupts:
@@ -65,7 +65,7 @@ class Interrupts:
 
 
 class Supervisor:
-    """Runs one plan once. `heartbeat_s` is the pause between two looks at a stage, `heartbeat_timeout_s` its deadline."""
+    """Runs one plan once. `heartbeat_s` is the pause between two looks at a stage; a look has `heartbeat_timeout_s`."""
 
     def __init__(
         self, plan: Plan, place: Place, observer: Observer, heartbeat_s: float, heartbeat_timeout_s: float

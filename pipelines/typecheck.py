@@ -17,6 +17,7 @@ from pipelines.origin import Path
 Mismatch = tuple[Path, Any, str]
 """Where below the checked value, the wrong value there, and what is expected."""
 
+CallableType: Any = collections.abc.Callable
 _LISTS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 _DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", FilePath: "a path"}
@@ -109,7 +110,7 @@ def describe(annotation: Any) -> str:
         return "a mapping"
     if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
         return "one of " + ", ".join(str(member.value) for member in annotation)
-    if kind is collections.abc.Callable:
+    if kind is CallableType:
         return "a function, given by its _target_"
     return f"a {getattr(annotation, '__name__', annotation)}, given by its _target_"
 
