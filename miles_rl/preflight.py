@@ -107,13 +107,14 @@ def _lengths(config: Config) -> Iterator[Finding]:
             f"one turn fills the session of {rollout['session_tokens']} tokens and leaves no room for a prompt",
             "give less than rollout.agent.session_tokens",
         )
-    context = config["engine"].get("context_length")
+    model_context = config["model"].get("architecture", {}).get("context_length")
+    context = config["engine"].get("max_context") or model_context
     if context is not None and rollout["session_tokens"] > context:
         yield _finding(
             "error",
             "rollout.agent.session_tokens",
             rollout["session_tokens"],
-            f"the engine's context is engine.context_length {context}",
+            f"the engine serves at most {context} tokens of context",
             f"give at most {context}",
         )
     budget = config["trainer"].get("max_tokens_per_micro_batch")

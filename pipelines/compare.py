@@ -11,23 +11,27 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from pipelines.arms import Arm, Run, arms_of, find_runs
 from pipelines.interval import difference, mean_ci95
-from pipelines.wording import duration, figure, number, percent, percent_interval, points
+from pipelines.wording import clean, duration, figure, number, percent, percent_interval, points
 
 NOTHING_FOUND = 2
 REFUSED = 3
 SOLVE_RATE = "eval/solve_rate_after"
+MOST_COLUMNS = 4
+"""With more arms than this, each is a row."""
+
 FINAL_METRICS = {
     "rollout/reward_mean": "reward",
-    "train/train_rollout_kl": "KL",
+    "train/train_rollout_kl": "KL to rollout",
     "perf/step_s": "s/step",
     "perf/tokens_per_s": "tokens/s",
 }
@@ -106,25 +110,36 @@ def warnings(runs: Sequence[Run], arms: Sequence[Arm]) -> list[str]:
 
 
 def arm_table(arms: Sequence[Arm]) -> Table:
-    """One row per arm. Intervals are over seeds; with one seed, over that run's held-out tasks (marked with *)."""
+    """Arms side by side. Intervals are over seeds; with one seed, over that run's held-out tasks (marked with *)."""
+    titles = ["seeds", "status", "solve rate before", "solve rate after", "change", "wall"]
+    shown = {name: title for name, title in FINAL_METRICS.items() if any(arm.values(name) for arm in arms)}
+    columns = [_cells(arm, shown) for arm in arms]
     table = Table(caption="95 % intervals over seeds; * one seed: over its held-out tasks", caption_justify="left")
-    table.add_column("arm", overflow="fold")
-    for name in ("seeds", "status", "before", "after", "change", "wall", *_shown_metrics(arms).values()):
-        table.add_column(name, justify="right")
-    for arm in arms:
-        runs = arm.counted
-        walls = [w for run in runs if (w := number(run.result, "wall_s")) is not None]
-        table.add_row(
-            arm.name,
-            str(len(runs)),
-            ", ".join(f"{n} {status}" for status, n in sorted(Counter(run.status for run in arm.runs).items())),
-            _rate(arm, "eval/solve_rate_before"),
-            _rate(arm, SOLVE_RATE),
-            _change(arm),
-            duration(sum(walls) / len(walls)) if walls else "-",
-            *(figure(_mean(arm.values(name))) for name in _shown_metrics(arms)),
-        )
+    if len(arms) > MOST_COLUMNS:
+        for title in ("arm", *titles, *shown.values()):
+            table.add_column(title, overflow="fold")
+        for arm, cells in zip(arms, columns, strict=True):
+            table.add_row(Text(arm.name), *cells)
+        return table
+    for title in ("", *(arm.name for arm in arms)):
+        table.add_column(Text(title), overflow="fold")
+    for title, *cells in zip([*titles, *shown.values()], *columns, strict=True):
+        table.add_row(title, *cells)
     return table
+
+
+def _cells(arm: Arm, shown: Iterable[str]) -> list[str]:
+    walls = [w for run in arm.counted if (w := number(run.result, "wall_s")) is not None]
+    statuses = Counter(run.status for run in arm.runs)
+    return [
+        str(len(arm.counted)),
+        clean(", ".join(f"{n} {status}" for status, n in sorted(statuses.items()))),
+        _rate(arm, "eval/solve_rate_before"),
+        _rate(arm, SOLVE_RATE),
+        _change(arm),
+        duration(sum(walls) / len(walls)) if walls else "-",
+        *(figure(_mean(arm.values(name))) for name in shown),
+    ]
 
 
 def verdicts(arms: Sequence[Arm]) -> list[str]:
@@ -184,10 +199,6 @@ def _change(arm: Arm) -> str:
     mark = "" if ends else "*"
     ends = ends or arm.counted[0].interval("eval/solve_rate_delta_ci95")
     return f"{points(mean)} [{points(ends[0])}, {points(ends[1])}]{mark}" if ends else points(mean)
-
-
-def _shown_metrics(arms: Sequence[Arm]) -> Mapping[str, str]:
-    return {name: title for name, title in FINAL_METRICS.items() if any(arm.values(name) for arm in arms)}
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 def t_quantile(probability: float, freedom: float) -> float:
     """Quantile of Student's t for `probability` in [0.5, 1) and `freedom` >= 1 degrees, to 1e-4 relative.
 
-    Above 1000 degrees it is the normal quantile with its first correction, exact to 1e-6. Below, with t = sqrt(freedom) tan(angle) the density becomes cos(angle)^(freedom - 1) on a bounded range, where a
-    trapezoid rule is exact enough.
+    Above 1000 degrees it is the normal quantile with its first correction. Below, with
+    t = sqrt(freedom) tan(angle) the density becomes cos(angle)^(freedom - 1) on a bounded range, where a trapezoid
+    rule is exact enough.
     """
     if freedom > 1000:
         z = NormalDist().inv_cdf(probability)

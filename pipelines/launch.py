@@ -216,7 +216,7 @@ class RayHost:
 @contextlib.contextmanager
 def session(cluster: Mapping[str, Any]) -> Generator[None]:
     """A private Ray for the time of a `with`. `cluster` is the config group of that name."""
-    folder = Path(tempfile.mkdtemp(prefix="miles-ray-", dir=cluster["temp_dir"]))
+    folder = Path(tempfile.mkdtemp(prefix=f"miles-ray-{os.getpid()}-", dir=cluster["temp_dir"]))
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(folder)]
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     token = folder / "token"

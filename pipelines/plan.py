@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, cast
 
-from pipelines.errors import ConfigError, Problem, did_you_mean, show
+from pipelines.errors import ConfigError, Problem, did_you_mean
 from pipelines.origin import Path, children, origin
 from pipelines.schema import RunShell
 from pipelines.signature import ALLOWED, TargetError, Where, check_tree, load
@@ -217,5 +217,5 @@ def _planned(name: str, stage: Mapping[str, Any], allowed: Collection[str]) -> P
 
 
 def _scalars(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers among the options: the sizes of a component that does not describe itself."""
-    return {key: show(value) for key, value in options.items() if isinstance(value, int | float | bool)}
+    """The counts among the options: the sizes of a component that does not describe itself."""
+    return {key: n for key, n in options.items() if isinstance(n, int) and not isinstance(n, bool) and key != "seed"}

@@ -21,6 +21,12 @@ def render(plan: Plan) -> RenderableType:
     return Group(*_parts(plan))
 
 
+def show_plan(plan: Plan) -> None:
+    """Print the plan; where the output is no terminal, plain and in lines of bounded width."""
+    console = Console()
+    (console if console.is_terminal else Console(width=_FILE_WIDTH, color_system=None)).print(render(plan))
+
+
 def plain(plan: Plan) -> str:
     """The plan as plain text, for `plan.txt`."""
     file = io.StringIO()
@@ -32,32 +38,41 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
     config = plan.config
     yield Text(f"{config['name']}  seed {config['seed']}  steps {config['steps']}", style="bold")
     if plan.choices:
-        yield Text("choices  " + "  ".join(f"{group}={option}" for group, option in plan.choices.items()))
+        yield Text("  ".join(f"{group}={option}" for group, option in sorted(plan.choices.items())))
     yield Text()
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading in ("stage", "needs", "component", "resources", "sizes"):
-        table.add_column(heading, overflow="fold")
-    for stage in plan.stages:
-        sizes = "  ".join(f"{key} {show(value)}" for key, value in stage.figures.items() if key != "starts")
-        table.add_row(stage.name, " ".join(stage.needs) or "-", stage.target, _resources(stage), sizes)
-    yield table
-    yield Text()
-    yield Text("would start, in this order, and stop in reverse:", style="bold")
-    yield Text(
-        f"  a private Ray on loopback with {config['cluster']['num_cpus']} CPUs, {len(plan.stages)} stage processes"
-    )
+    yield _graph(plan)
+    cpus = config["cluster"]["num_cpus"]
+    yield Text("would start in this order, and stop in reverse:", style="bold")
+    yield Text(f"  a private Ray on loopback with {cpus} CPUs, and in it {len(plan.stages)} stage processes")
     for stage in plan.stages:
         if "starts" in stage.figures:
             yield Text(f"  {stage.name}: {stage.figures['starts']}")
-    yield Text(f"the run ends when '{plan.driver}' is done")
+    yield Text(f"  the run ends when {plan.driver} is done")
     if plan.notes:
         yield Text()
         yield from (Text(note, style="yellow") for note in plan.notes)
     yield Text()
-    yield Text(f"outputs  {config['run_dir']}/")
-    yield Text(f"         {_OUTPUTS}")
+    yield Text.assemble(("outputs ", "bold"), f"{config['run_dir']}/")
+    yield Text(f"  {_OUTPUTS}")
+
+
+def _graph(plan: Plan) -> Table:
+    """A row for each stage: its component, what it needs and takes, its sizes."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for stage in plan.stages:
+        sizes = ", ".join(f"{key} {show(value)}" for key, value in stage.figures.items() if key != "starts")
+        needs = ", ".join(stage.needs) or "nothing"
+        table.add_row(stage.name, f"{stage.target}")
+        table.add_row("", f"needs {needs}; takes {_resources(stage)}")
+        if sizes:
+            table.add_row("", sizes)
+        table.add_row()
+    return table
 
 
 def _resources(stage: PlannedStage) -> str:
-    gpus = f" x {stage.gpus_per_node} GPU" if stage.gpus_per_node else ""
-    return f"{stage.nodes} node{'s' if stage.nodes > 1 else ''}{gpus}, {stage.cpus:g} CPU"
+    nodes = f"{stage.nodes} nodes with each " if stage.nodes > 1 else ""
+    gpus = f"{stage.gpus_per_node} GPU, " if stage.gpus_per_node else ""
+    return f"{nodes}{gpus}{stage.cpus:g} CPU"

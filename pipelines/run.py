@@ -18,7 +18,6 @@ from typing import Any, cast
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
 from pipelines import plan_text
 from pipelines import schema as schema
@@ -71,7 +70,7 @@ def run(config: DictConfig) -> int:
             run_dir.rmdir()  # Hydra made it; nothing is in it
         return CONFIG_ERROR
     if plan.config["plan_only"]:
-        Console().print(plan_text.render(plan))
+        plan_text.show_plan(plan)
         return 0
     return execute(plan, run_dir, overrides)
 

@@ -72,10 +72,10 @@ def _wrong_names(
     for need in injected:
         if need not in named and not open_ended:
             yield Problem(where((*path[:-1], "needs")), need, f"{name} takes no '{need}'; remove it from needs")
-    for key, parameter in named.items():
-        if parameter.default is parameter.empty and key not in options and key not in injected:
-            if not spec.get("_partial_"):
-                yield Problem(where((*path, key)), "missing", f"{name} needs it; set it")
+    required = [] if spec.get("_partial_") else [key for key, p in named.items() if p.default is p.empty]
+    for key in required:
+        if key not in options and key not in injected:
+            yield Problem(where((*path, key)), "missing", f"{name} needs it; set it")
 
 
 def _wrong_types(target: Any, options: Mapping[str, Any], path: Path, where: Where) -> Iterator[Problem]:

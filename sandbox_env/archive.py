@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import stat
 import tarfile
-from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 
@@ -59,8 +58,3 @@ def pack(folder: Path) -> bytes:
     builder.add_tree(folder)
     return builder.build()
 
-
-def names(archive: bytes) -> Iterable[str]:
-    """Names of the files in a tar, in order."""
-    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
-        return [member.name for member in tar if member.isreg()]

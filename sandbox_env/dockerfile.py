@@ -105,7 +105,9 @@ class _Parser:
     def take(self, line: int, instruction: str, rest: str) -> None:
         self._line = line
         if instruction not in KNOWN:
-            raise self._error(instruction, f"only {', '.join(KNOWN)} are built without Docker: remove it or {OTHER_PROVIDER}")
+            raise self._error(
+                instruction, f"only {', '.join(KNOWN)} are built without Docker: remove it or {OTHER_PROVIDER}"
+            )
         if not self._base and instruction != "FROM":
             raise self._error(instruction, "a Dockerfile starts with FROM")
         if not rest:
@@ -135,7 +137,9 @@ class _Parser:
 
     def _copy(self, rest: str) -> None:
         if rest.startswith("--"):
-            raise self._error(f"COPY {rest.split()[0]}", f"copy without options (the mode of the file is kept) or {OTHER_PROVIDER}")
+            raise self._error(
+                f"COPY {rest.split()[0]}", f"copy without options (the mode of the file is kept) or {OTHER_PROVIDER}"
+            )
         words = [self._expand(word) for word in self._words(rest)]
         if len(words) < 2:
             raise self._error(f"COPY {rest}", "name a source and a target")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from dataclasses import dataclass
 
 from sandbox_env.archive import pack
@@ -20,7 +21,7 @@ from sandbox_env.task import Task
 LOGS = "/logs/verifier"
 MAX_REPORT_BYTES = 1 << 20
 CLEAR = f"mkdir -p /tests {LOGS}; find /tests {LOGS} -mindepth 1 -delete"
-RUN = f"bash /tests/test.sh > {LOGS}/test-stdout.txt 2>&1"
+RUN = f"cd {{workdir}} 2>/dev/null || cd /; bash /tests/test.sh > {LOGS}/test-stdout.txt 2>&1"
 TEST_SUMMARY = re.compile(r"\b\d+ (passed|failed|error|errors)\b|\bRan \d+ tests?\b|^(ok|not ok) \d+", re.MULTILINE)
 
 
@@ -40,7 +41,9 @@ async def verify(sandbox: Sandbox, task: Task) -> Verdict:
     """
     await sandbox.exec(CLEAR, timeout_s=min(30.0, task.verifier_timeout_s), cwd="/")
     await sandbox.upload(pack(task.path / "tests"), "/tests")
-    ran = await sandbox.exec(RUN, timeout_s=task.verifier_timeout_s, cwd=task.workdir)
+    # An agent that locked itself out of its workdir has failed the task; it has not broken the verifier.
+    command = RUN.format(workdir=shlex.quote(task.workdir))
+    ran = await sandbox.exec(command, timeout_s=task.verifier_timeout_s, cwd="/")
     if ran.timed_out:
         return _failed(f"test.sh did not end within {task.verifier_timeout_s:g} s")
     try:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+
+def die_with_parent() -> None:
+    """What every process of a component does: it ends when its parent does."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 
 
 class Shape(Protocol):
@@ -59,7 +66,8 @@ class Source:
             file.write(f"{line}\n")
 
     async def start(self) -> None:
-        self._child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+        self._child = subprocess.Popen(sleep, preexec_fn=die_with_parent)
         self._write(f"source start {os.getpid()} {self._child.pid}")
 
     async def next(self) -> float:
@@ -105,24 +113,15 @@ class Worker:
             await asyncio.sleep(600)
 
     async def run(self) -> Mapping[str, Any]:
-        if self._mode == "catches":
-            try:
-                await self._source.fail()
-            except LookupError as error:
-                return {"caught": str(error)}
-        if self._mode == "impatient":
-            try:
-                async with asyncio.timeout(0.5):
-                    await self._source.wait()
-            except TimeoutError:
-                return {"caught": "timeout"}
+        if self._mode == "calls":
+            return await self._calls()
         if self._mode == "raises":
             await self._source.fail()
         if self._mode == "dies":
             os._exit(7)
         if self._mode == "blocks":
             time.sleep(600)
-        if self._mode == "waits":
+        if self._mode in ("waits", "sick"):
             await asyncio.sleep(600)
         total = 0.0
         for step in range(1, self._steps + 1):
@@ -130,6 +129,19 @@ class Worker:
             self._done = step
             print(f"step {step}")
         return {"total": total, "never": float("nan")}
+
+    async def _calls(self) -> Mapping[str, Any]:
+        found: dict[str, Any] = {}
+        try:
+            await self._source.fail()
+        except LookupError as error:
+            found["caught"] = str(error)
+        try:
+            async with asyncio.timeout(0.5):
+                await self._source.wait()
+        except TimeoutError:
+            found["gave up"] = True
+        return found
 
     async def status(self) -> Mapping[str, Any]:
         if self._mode == "sick":
@@ -139,6 +151,8 @@ class Worker:
     async def stop(self) -> None:
         with open(self._diary, "a") as file:
             file.write("worker stop\n")
+        if self._mode == "stop hangs":
+            await asyncio.sleep(600)
         if self._mode == "leaves a child":
             subprocess.Popen(["sleep", "600"], start_new_session=True)
 

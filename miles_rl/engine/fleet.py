@@ -188,11 +188,16 @@ class Fleet:
         self._check_alive()
 
     def _check_alive(self) -> None:
-        for index, replica in enumerate(self._replicas):
-            if (code := replica.exit_code()) is not None:
-                raise EngineError(f"{self._name(index)} {describe_exit(code)}; log {replica.log_path}")
+        """Raises `EngineError` naming every process that ended."""
+        deaths = [
+            f"{self._name(index)} {describe_exit(code)}; log {replica.log_path}"
+            for index, replica in enumerate(self._replicas)
+            if (code := replica.exit_code()) is not None
+        ]
         if (code := self._router.exit_code()) is not None:
-            raise EngineError(f"the router {describe_exit(code)}; logs in {self._log_dir}")
+            deaths.append(f"the router {describe_exit(code)}; logs in {self._log_dir}")
+        if deaths:
+            raise EngineError("; ".join(deaths))
 
     def _name(self, index: int) -> str:
         return f"replica {index} (pid {self._replicas[index].pid})"

@@ -16,7 +16,7 @@ class HfCheckpoint:
         self._path = path
 
     def prepare(self, suite: Suite, progress: Progress | None = None) -> str:
-        """`path` as an absolute path, checked. Nothing is trained or copied. Raises `ValueError` naming `model.path`."""
+        """`path` as an absolute path, checked; nothing is made. Raises `ValueError` naming `model.path`."""
         from miles_rl.rollout.chat import ChatRenderer
 
         folder = Path(self._path).expanduser().resolve()

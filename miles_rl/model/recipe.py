@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass
 
 from sandbox_env.suites.base import Demonstration
 
+NUM_KEY_DEMONSTRATIONS = 8000
+"""The key is read at every start of a run, so it takes a sample of the texts; any change of a family shows in it."""
+
 RECIPE_VERSION = 1
 """Raise it when the way in which demonstrations become weights changes: every older warm start is then stale."""
 
@@ -45,7 +48,7 @@ class WarmStartOptions:
 def recipe_key(
     architecture: Architecture, vocab_size: int, options: WarmStartOptions, demonstrations: Iterable[Demonstration]
 ) -> str:
-    """SHA-256 over everything that determines the policy, as 64 hex digits."""
+    """SHA-256 over everything that determines the policy, as 64 hex digits; `demonstrations` may be a sample."""
     digest = hashlib.sha256()
     shape = [RECIPE_VERSION, asdict(architecture), vocab_size, asdict(options)]
     digest.update(json.dumps(shape, sort_keys=True).encode())

@@ -41,7 +41,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, context_length: int) 
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in FORM])
     if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(f"model.vocab_size: {vocab_size}; the texts give {tokenizer.get_vocab_size()}, ask for at most that")
+        raise ValueError(
+            f"model.vocab_size: {vocab_size}; the texts give {tokenizer.get_vocab_size()}, ask for at most that"
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

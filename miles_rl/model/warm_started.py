@@ -15,13 +15,13 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from miles_rl.model.base import Progress
-from miles_rl.model.recipe import Architecture, WarmStartOptions, recipe_key
-from sandbox_env.suites.base import Suite
+from miles_rl.model.recipe import NUM_KEY_DEMONSTRATIONS, Architecture, WarmStartOptions, recipe_key
+from sandbox_env.suites.base import Demonstration, Suite
 
 SHIPPED = Path(__file__).parent / "shipped"
 RECIPE = "recipe.json"
@@ -43,7 +43,8 @@ class WarmStarted:
 
     def key(self, suite: Suite) -> str:
         """What stands for this policy on this suite: equal keys mean equal policies."""
-        return recipe_key(self._architecture, self._vocab_size, self._options, self._demonstrations(suite))
+        sample = min(self._options.num_demonstrations, NUM_KEY_DEMONSTRATIONS)
+        return recipe_key(self._architecture, self._vocab_size, self._options, self._demonstrations(suite, sample))
 
     def prepare(self, suite: Suite, progress: Progress | None = None) -> str:
         """The folder of the policy: shipped, cached, or trained now (minutes)."""
@@ -58,7 +59,8 @@ class WarmStarted:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
         try:
-            key = self._write(suite, scratch, progress)
+            key = self.key(suite)
+            self._write(suite, key, scratch, progress)
             scratch.chmod(0o755)
             if not is_intact(target, key):
                 shutil.rmtree(target, ignore_errors=True)
@@ -67,16 +69,21 @@ class WarmStarted:
             shutil.rmtree(scratch, ignore_errors=True)
         return target
 
-    def _write(self, suite: Suite, folder: Path, progress: Progress | None) -> str:
-        """Train and write everything into `folder`; returns the key."""
+    def _write(self, suite: Suite, key: str, folder: Path, progress: Progress | None) -> None:
         import torch
 
         from miles_rl.model.tokenizer import train_tokenizer
         from miles_rl.rollout.chat import ChatRenderer
-        from miles_rl.trainer.warm_start import build_model, render_demonstration, save_weights, texts_of, train_warm_start
+        from miles_rl.trainer.warm_start import (
+            build_model,
+            render_demonstration,
+            save_weights,
+            texts_of,
+            train_warm_start,
+        )
 
         started = time.monotonic()
-        demonstrations = self._demonstrations(suite)
+        demonstrations = self._demonstrations(suite, self._options.num_demonstrations)
         tokenizer = train_tokenizer(texts_of(demonstrations), self._vocab_size, self._architecture.context_length)
         tokenizer.save_pretrained(folder)
         threads = torch.get_num_threads()
@@ -98,7 +105,6 @@ class WarmStarted:
             torch.set_num_threads(threads)
         model.generation_config.save_pretrained(folder)
         save_weights(model, folder)
-        key = recipe_key(self._architecture, self._vocab_size, self._options, demonstrations)
         facts = {
             "key": key,
             "architecture": asdict(self._architecture),
@@ -110,13 +116,9 @@ class WarmStarted:
             "files": {p.name: _digest(p) for p in sorted(folder.iterdir())},
         }
         (folder / RECIPE).write_text(json.dumps(facts, indent=2) + "\n")
-        return key
 
-    def _demonstrations(self, suite: Suite) -> list[Any]:
-        options = self._options
-        return list(
-            suite.demonstrations(options.num_demonstrations, seed=options.seed, mistake_rate=options.mistake_rate)
-        )
+    def _demonstrations(self, suite: Suite, count: int) -> Sequence[Demonstration]:
+        return suite.demonstrations(count, seed=self._options.seed, mistake_rate=self._options.mistake_rate)
 
 
 def is_intact(folder: Path, key: str) -> bool:

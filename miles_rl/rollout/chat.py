@@ -121,9 +121,7 @@ class ChatRenderer:
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         try:
-            text = self._native.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
+            text = self._native.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             roles = ", ".join(m["role"] for m in messages)
             raise ValueError(
@@ -162,9 +160,7 @@ class ChatRenderer:
             reason = str(error).splitlines()[0]
             raise ValueError(f"model.path: {self._dir}; it has no usable tokenizer ({reason})") from error
         if getattr(tokenizer, "backend_tokenizer", None) is None:
-            raise ValueError(
-                f"model.path: {self._dir}; it has no tokenizer.json, convert its tokenizer to a fast one"
-            )
+            raise ValueError(f"model.path: {self._dir}; it has no tokenizer.json, convert its tokenizer to a fast one")
         if not tokenizer.chat_template:
             raise ValueError(f"model.path: {self._dir}; it has no chat template, put a chat_template.jinja into it")
         return tokenizer
@@ -227,7 +223,9 @@ class ChatRenderer:
         native = self._native(self._render(messages), add_special_tokens=False)["input_ids"]
         ids = self.prompt(messages)
         if "Look." not in self.decode(ids):
-            raise ValueError(f"model.path: {self._dir}; its tokenizer loses text, put its tokenizer.json into the folder")
+            raise ValueError(
+                f"model.path: {self._dir}; its tokenizer loses text, put its tokenizer.json into the folder"
+            )
         if ids != native:
             raise ValueError(
                 f"model.path: {self._dir}; its tokenizer reads text in another way after a special token, use another"

@@ -41,8 +41,7 @@ def export_model(module: Any, source_dir: Path, target_dir: Path, dtype: torch.d
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir(parents=True)
     try:
-        state = {name: tensor.detach().to(dtype) for name, tensor in module.state_dict().items()}
-        module.save_pretrained(hidden, state_dict=state)
+        module.save_pretrained(hidden, state_dict=_cast(module.state_dict(), dtype))
         _set_dtype(hidden / "config.json", dtype)
         _copy_tokenizer(source_dir, hidden)
         digest = checksum(stored_tensors(hidden))
@@ -107,6 +106,18 @@ def restore_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _cast(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """`state` with its floating-point tensors in `dtype`. Tensors that shared memory still do: they are stored once."""
+    done: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in done:
+            done[key] = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
+        result[name] = done[key]
+    return result
 
 
 def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:

@@ -27,7 +27,8 @@ from sandbox_env.suites.base import Demonstration, DemoTurn
 OBSERVATION_CHARS = 2000
 WARM_UP = 0.05
 FINAL_RATE = 0.02
-BUCKET_BATCHES = 16
+NUM_PARTS = 2
+"""A batch is run in parts of like length, so that less of it is padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +116,27 @@ def train_warm_start(
     for step in range(options.steps):
         for group in optimizer.param_groups:
             group["lr"] = options.learning_rate * _one_cycle(step, options.steps)
-        loss = conversation_loss(model, next(batches))
         optimizer.zero_grad()
-        loss.backward()
+        loss = _backward(model, next(batches))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(loss)
         if progress is not None:
             progress(step + 1, options.steps, losses[-1])
     model.eval()
     tail = losses[-max(1, len(losses) // 10) :]
     return sum(tail) / len(tail)
+
+
+def _backward(model: Qwen3ForCausalLM, parts: Sequence[Sequence[Example]]) -> float:
+    """Gradients of the mean loss per policy token over all parts; returns that mean."""
+    count = sum(num_policy_tokens(part) for part in parts)
+    total = 0.0
+    for part in parts:
+        loss = negative_log_likelihood(model, part) / count
+        loss.backward()
+        total += loss.item()
+    return total
 
 
 def save_weights(model: Qwen3ForCausalLM, folder: Path) -> None:
@@ -145,33 +156,35 @@ def _one_cycle(step: int, steps: int) -> float:
     return FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * fall)) / 2
 
 
-def _batches(examples: Sequence[Example], options: WarmStartOptions) -> Iterator[list[Example]]:
-    """Endless batches, each of examples of like length so that little is padding; every epoch in a new order."""
+def _batches(examples: Sequence[Example], options: WarmStartOptions) -> Iterator[list[list[Example]]]:
+    """Endless batches of random examples, each cut into parts of like length; every epoch in a new order."""
     rng = random.Random(options.seed)
     order = list(range(len(examples)))
+    size = options.batch_size
+    part = -(-size // NUM_PARTS)
     while True:
         rng.shuffle(order)
-        for start in range(0, len(order), BUCKET_BATCHES * options.batch_size):
-            bucket = sorted(
-                order[start : start + BUCKET_BATCHES * options.batch_size], key=lambda i: len(examples[i].token_ids)
-            )
-            cuts = [bucket[i : i + options.batch_size] for i in range(0, len(bucket), options.batch_size)]
-            rng.shuffle(cuts)
-            for cut in cuts:
-                yield [examples[i] for i in cut]
+        for start in range(0, len(order), size):
+            batch = sorted((examples[i] for i in order[start : start + size]), key=lambda e: len(e.token_ids))
+            yield [batch[i : i + part] for i in range(0, len(batch), part)]
 
 
-def conversation_loss(model: Qwen3ForCausalLM, batch: Sequence[Example]) -> Tensor:
-    """Mean negative log-likelihood of the policy tokens; logits are made for those alone.
+def negative_log_likelihood(model: Qwen3ForCausalLM, examples: Sequence[Example]) -> Tensor:
+    """Sum over the policy tokens of `examples`, in nats; logits are made for those alone.
 
     Padding stands on the right, where causal attention keeps it away from every token that counts.
     """
-    length = max(len(e.token_ids) for e in batch)
-    ids = torch.zeros(len(batch), length, dtype=torch.long)
-    mask = torch.zeros(len(batch), length, dtype=torch.bool)
-    for row, example in enumerate(batch):
+    length = max(len(e.token_ids) for e in examples)
+    ids = torch.zeros(len(examples), length, dtype=torch.long)
+    mask = torch.zeros(len(examples), length, dtype=torch.bool)
+    for row, example in enumerate(examples):
         ids[row, : len(example.token_ids)] = torch.tensor(example.token_ids)
         mask[row, : len(example.policy_mask)] = torch.tensor(example.policy_mask)
     hidden = model.model(input_ids=ids).last_hidden_state  # [B, T, H]
     logits = model.lm_head(hidden[:, :-1][mask[:, 1:]])  # [policy tokens, V]
-    return torch.nn.functional.cross_entropy(logits, ids[:, 1:][mask[:, 1:]])
+    return torch.nn.functional.cross_entropy(logits, ids[:, 1:][mask[:, 1:]], reduction="sum")
+
+
+def num_policy_tokens(examples: Iterable[Example]) -> int:
+    """How many tokens of `examples` the policy wrote."""
+    return sum(sum(example.policy_mask) for example in examples)

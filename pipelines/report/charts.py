@@ -62,14 +62,20 @@ class Frame:
         share = min(1.0, max(0.0, (value - low) / ((high - low) or 1)))
         return self.height - BOTTOM - share * (self.height - TOP - BOTTOM)
 
-    def axes(self, x_name: str, y_format: Callable[[float], str], x_format: Callable[[float], str] = figure) -> str:
+    def axes(
+        self,
+        x_name: str,
+        y_format: Callable[[float], str],
+        x_ticks: Sequence[float] | None = None,
+        x_format: Callable[[float], str] = figure,
+    ) -> str:
         """Grid lines, tick labels and the name of the x axis."""
         parts: list[str] = []
         for tick in _decades(self.y_low, self.y_high) if self.log else ticks(self.y_low, self.y_high, 4):
             y = self.y(tick)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{escape(y_format(tick))}</text>')
-        for tick in ticks(self.x_low, self.x_high, 6 if self.width == WIDTH else 12):
+        for tick in ticks(self.x_low, self.x_high, 6) if x_ticks is None else x_ticks:
             x, base = self.x(tick), self.height - BOTTOM + 15
             parts.append(f'<text x="{x:.1f}" y="{base}" text-anchor="middle">{escape(x_format(tick))}</text>')
         base = self.height - BOTTOM

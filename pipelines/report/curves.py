@@ -104,7 +104,7 @@ def _curve(run: RunFolder, curve: Curve) -> str:
     inside = curve.share and all(0 <= y <= 1 for y in values)
     bounds = SHARES if inside and max(values, default=0) > 0.5 else None
     lost = sum(y is None for s in series for _, y in s.points)
-    note = curve.note + (f"; not finite {lost} times" if lost else "")
+    note = curve.note + (f"; {lost} not finite" if lost else "")
     return line_chart(curve.title, note, series, y_format=percent_exact if inside else figure, bounds=bounds)
 
 

@@ -31,7 +31,7 @@ def page(run: RunFolder) -> str:
     begin_s = min((e.started_s for e in run.episodes), default=0.0)
     data = {
         "episodes": episodes.conversation_data(run, shown, begin_s),
-        "timeline": timeline.timeline_data(run, {e.sample_id: place for place, e in enumerate(shown)}),
+        "timeline": timeline.timeline_data(run, {(e.sample_id, e.attempt): place for place, e in enumerate(shown)}),
     }
     sections = [
         ("curves", "Curves", _curves(run)),
@@ -156,6 +156,8 @@ def _timeline(run: RunFolder) -> str:
     if not chart:
         return ""
     sentence = timeline.overlap_sentence(run)
+    if not run.episodes:
+        return chart
     names = ("solved", "partial", "unsolved", "failed", "evaluation")
     legend = "".join(f'<span><i class="swatch {name}"></i>{name}</span>' for name in names)
     return (

@@ -54,8 +54,9 @@
   // ---- every episode as a bar
   const bars = data.timeline.bars || [];
   const canvas = byId("bars");
-  let view = [0, data.timeline.end || 1];
-  const lane = () => Math.max(3, Math.min(12, 420 / Math.max(1, data.timeline.lanes)));
+  const whole = data.timeline.note ? [bars[0], bars.reduce((end, _, i) => (i % 5 ? end : Math.max(end, bars[i] + bars[i + 1])), 0)] : [0, data.timeline.end || 1];
+  let view = [...whole];
+  const lane = () => Math.max(1, Math.min(12, 420 / Math.max(1, data.timeline.lanes)));
   const TOP = 34;
   function drawBars() {
     if (!canvas) return;
@@ -99,7 +100,7 @@
     pen.fillText("episodes", left - 8, TOP + 10);
     pen.textAlign = "center";
     const span = view[1] - view[0];
-    const step = [10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 6e4, 12e4, 3e5, 6e5, 18e5, 36e5, 72e5, 144e5, 864e5].find((s) => span / s <= 12) || span / 8;
+    const step = [10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 15e3, 3e4, 6e4, 12e4, 3e5, 6e5, 18e5, 36e5, 72e5, 144e5, 864e5].find((s) => span / s <= 12) || span / 8;
     for (let t = Math.ceil(view[0] / step) * step; t < view[1]; t += step) if (x(t) < width - 24 && x(t) > left + 14) pen.fillText(seconds(t / 1000), x(t), height - 7);
   }
   if (canvas) {
@@ -137,8 +138,9 @@
       drag.moved ||= Math.abs(drag.x - event.offsetX) > 3;
       if (drag.moved) clamp(drag.view[0] + shift, drag.view[1] + shift);
     };
-    canvas.ondblclick = () => clamp(0, data.timeline.end);
-    new ResizeObserver(drawBars).observe(canvas);
+    canvas.ondblclick = () => clamp(...whole);
+    addEventListener("resize", drawBars);
+    drawBars();
   }
 
   // ---- episodes and their conversations

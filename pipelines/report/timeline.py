@@ -68,7 +68,8 @@ def overlap_sentence(run: RunFolder) -> str:
     total_s = sum(end - start for start, end in training)
     if not rollouts or total_s <= 0:
         return ""
-    parts = [Profile.of(rollouts).busy(span) for span in training]
+    profile = Profile.of(rollouts)
+    parts = [profile.busy(span) for span in training]
     busy_s, integral = sum(b for b, _ in parts), sum(i for _, i in parts)
     return (
         f"The trainer computed for {duration(total_s)} in {len(training)} steps; rollouts were in flight during "
@@ -104,16 +105,17 @@ def profile_chart(run: RunFolder) -> str:
         )
         body += f'<text x="{LEFT - 6}" y="{y + 8}" text-anchor="end">{escape(name)}</text>' if spans else ""
         legend += [(color, "trainer computes" if name == "train" else "weights go out")] if spans else []
-    axes = frame.axes("", figure, x_format=duration)
+    axes = frame.axes("", figure, x_ticks=_time_ticks(end - start), x_format=duration)
     note = "over the time of the run; below it, when the trainer worked"
     chart = wrapped("Episodes in flight", note, frame, body + axes, legend)
     return chart.replace(f'viewBox="0 0 {WIDTH} {HEIGHT}"', f'viewBox="0 0 {WIDTH} {HEIGHT + 24}"')
 
 
-def timeline_data(run: RunFolder, shown: Mapping[str, int]) -> dict[str, Any]:
+def timeline_data(run: RunFolder, shown: Mapping[tuple[str, int], int]) -> dict[str, Any]:
     """Every episode as a bar for the page's zoomable timeline, times in ms since the start.
 
-    `shown` maps sample ids to places in the episode table. Of a very long run only a middle part, and `note` says so.
+    `shown` maps sample id and attempt to places in the episode table. A very long run shows a part from its middle,
+    and `note` says so.
     """
     span = _whole(run)
     if span is None:
@@ -134,10 +136,17 @@ def timeline_data(run: RunFolder, shown: Mapping[str, int]) -> dict[str, Any]:
             color = LABELS.index(episode.label) if episode.label in LABELS else 3
             start, length = _ms(episode.started_s - begin), _ms(episode.finished_s - episode.started_s)
             code = color + (4 if kind == "eval" else 0)
-            bars += [start, max(1, length), lanes + lane, code, shown.get(episode.sample_id, -1)]
+            bars += [start, max(1, length), lanes + lane, code, shown.get((episode.sample_id, episode.attempt), -1)]
         lanes += max(taken, default=-1) + 1
     rows = {name: [_ms(t - begin) for s in run.spans(name) for t in s] for name in ("train", "publish")}
     return {"bars": bars, "lanes": lanes, "end": _ms(span[1] - begin), **rows, "note": note}
+
+
+def _time_ticks(span_s: float) -> list[float]:
+    """At most a dozen times that a clock would show."""
+    steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
+    step = next((s for s in steps if span_s / s <= 12), 86400 * math.ceil(span_s / 86400 / 12))
+    return [float(k * step) for k in range(int(span_s / step) + 1)]
 
 
 def _lanes(episodes: Sequence[Episode]) -> list[int]:

@@ -12,7 +12,7 @@ class Provider(Protocol):
     """Makes sandboxes for one run. Constructed from config, then `start`ed once before the first `create`."""
 
     async def start(self, run_id: str) -> None:
-        """Check that isolation works here, else raise `IsolationUnavailable` with the remedy; label all with `run_id`."""
+        """Check that isolation works, else raise `IsolationUnavailable` with the remedy; label all with `run_id`."""
         ...
 
     def check(self, task: Task) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 
 from sandbox_env.dockerfile import Run
 from sandbox_env.providers.local_cgroup import CgroupTree
@@ -68,6 +69,9 @@ class LocalProvider:
         self._boxes: dict[str, LocalSandbox] = {}
         self._launcher: Launcher | None = None
         self._launch_lock = asyncio.Lock()
+        # Boxes that are set up all at once only slow each other down.
+        self._setup_slots = asyncio.Semaphore(2 * (os.cpu_count() or 1))
+        self._stopped = False
         self._cgroups: CgroupTree | None = None
 
     async def start(self, run_id: str) -> None:
@@ -98,26 +102,30 @@ class LocalProvider:
             image = self._image(task)
         except ValueError as error:
             raise SandboxError(str(error)) from None
-        box = await self._open(
-            image,
-            workdir=task.workdir,
-            memory_mb=min(task.memory_mb, self._limits.memory_mb),
-            storage_mb=min(task.storage_mb, self._limits.storage_mb),
-        )
+        box: LocalSandbox | None = None
         try:
-            await box.wait_ready(self._create_timeout_s)
+            async with self._setup_slots:
+                box = await self._open(
+                    image,
+                    workdir=task.workdir,
+                    memory_mb=min(task.memory_mb, self._limits.memory_mb),
+                    storage_mb=min(task.storage_mb, self._limits.storage_mb),
+                )
+                await box.wait_ready(self._create_timeout_s)
             for part in image.parts:
                 if isinstance(part, Run):
                     await self._run(box, part)
                 else:
                     await box.upload(part, "/")
         except BaseException:
-            await box.close()
+            if box is not None:
+                await box.close()
             raise
         return box
 
     async def stop(self) -> None:
         """End every box and the launcher, and verify it. Raises `SandboxError` naming what is left."""
+        self._stopped = True
         results = await asyncio.gather(*(box.close() for box in list(self._boxes.values())), return_exceptions=True)
         if self._launcher is not None:
             await self._launcher.stop()
@@ -141,9 +149,9 @@ class LocalProvider:
             return self._launcher
 
     async def _open(self, image: LocalImage, *, workdir: str, memory_mb: int, storage_mb: int) -> LocalSandbox:
+        if self._cgroups is None or self._stopped:
+            raise SandboxError("the local provider is not running")
         launcher = await self._running_launcher()
-        if self._cgroups is None:
-            raise SandboxError("the local provider was not started")
         cgroups, cgroup = self._cgroups, self._cgroups.take(memory_mb)
         box_id = f"{self._run_id}-{next(self._numbers)}"
 

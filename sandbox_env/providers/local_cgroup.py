@@ -18,6 +18,8 @@ from pathlib import Path
 MOUNT = Path("/sys/fs/cgroup")
 PREFIX = "sandbox-local"
 REMOVE_TIMEOUT_S = 2.0
+_NUMBERS = itertools.count()
+"""Of all cgroups that this process makes, for whatever provider."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,6 @@ class CgroupTree:
     def __init__(self, max_processes: int) -> None:
         self._max_processes = max_processes
         self._parents = _find_parents()
-        self._numbers = itertools.count()
         self._free: dict[int, list[Cgroup]] = {}
         self._all: list[Cgroup] = []
         for parent in self._parents:
@@ -60,7 +61,7 @@ class CgroupTree:
         fds: list[int] = []
         bounds_memory = False
         for parent in self._parents:
-            folder = parent / f"{PREFIX}-{os.getpid()}-{next(self._numbers)}"
+            folder = parent / f"{PREFIX}-{os.getpid()}-{next(_NUMBERS)}"
             try:
                 folder.mkdir()
                 folders.append(folder)

@@ -27,6 +27,7 @@ OOM_SCORE_RAISE = 500
 """Commands are this much more likely to be ended by the kernel than the first process is, when memory runs out."""
 MEMORY_CHECK_S = 0.2
 SIGNALLED = 128
+UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 
 class BoundedOutput:
@@ -94,31 +95,29 @@ class CommandRunner:
         started = time.monotonic()
         self._reap(None)
         older = frozenset(all_pids() if self._has_children() else ())
-        read_fd, write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        os.set_blocking(write_fd, True)
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(read_fd, False)
         try:
-            pid = self._spawn(argv, cwd, env, write_fd)
-        except BlockingIOError:
-            # Earlier commands hold every process the box may have: what they left running makes room.
-            kill_all()
-            self._reap(None)
-            older = frozenset[int]()
-            pid = self._spawn(argv, cwd, env, write_fd)
+            try:
+                pid = self._spawn(argv, cwd, env, write_fd)
+            except BlockingIOError:
+                # Earlier commands hold every process the box may have: what they left running makes room.
+                kill_all()
+                self._reap(None)
+                older = frozenset[int]()
+                pid = self._spawn(argv, cwd, env, write_fd)
+        except (OSError, ValueError) as error:
+            os.close(read_fd)
+            return _figures(126, started), f"cannot start the command: {error}\n".encode(errors="replace")
         finally:
             os.close(write_fd)
         output = BoundedOutput(self._limits.output_bytes)
         status, why = self._attend(pid, read_fd, output, started + timeout_s, older)
         self._drain(read_fd, output)
-        timed_out = why == "time"
         if why == "output":
             output.add(b"\n[ended: more than %d MiB of output]\n" % self._limits.max_output_mb)
-        header: dict[str, object] = {
-            "exit_code": 124 if timed_out else _exit_code(status),
-            "timed_out": timed_out,
-            "truncated": output.dropped_bytes > 0,
-            "duration_s": time.monotonic() - started,
-        }
-        return header, output.content()
+        code = 124 if why == "time" else _exit_code(status)
+        return _figures(code, started, why == "time", output.dropped_bytes > 0), output.content()
 
     def _attend(
         self, pid: int, read_fd: int, output: BoundedOutput, deadline: float, older: frozenset[int]
@@ -209,39 +208,38 @@ class CommandRunner:
         os.close(fd)
 
     def _spawn(self, argv: Sequence[str], cwd: str, env: Mapping[str, str], write_fd: int) -> int:
-        # The child inherits the score of the moment. Raising and lowering it again needs no privilege.
-        os.write(self._oom_score_fd, b"%d" % min(1000, self._oom_score + OOM_SCORE_RAISE))
-        try:
-            pid = os.fork()
-            if pid == 0:
-                _become(argv, cwd, env, write_fd, self._limits)
-            return pid
-        finally:
-            os.write(self._oom_score_fd, b"%d" % self._oom_score)
+        """Start the command. What it inherits is set on this process for the moment, and taken back.
 
-
-def _become(argv: Sequence[str], cwd: str, env: Mapping[str, str], write_fd: int, limits: BoxLimits) -> None:
-    """Turn this fresh child into the command. Never returns: what goes wrong is the command's output and code 126."""
-    try:
-        os.setsid()
-        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-        os.dup2(write_fd, 1)
-        os.dup2(write_fd, 2)
-        os.closerange(3, 4096)
+        That way no code of ours runs in the child, which would copy much of this process first.
+        """
         try:
             os.chdir(cwd)
         except FileNotFoundError:
             os.makedirs(cwd)
             os.chdir(cwd)
-        resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_time_s, limits.cpu_time_s + 1))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limits.max_file_mb << 20,) * 2)
-        if not limits.memory_by_cgroup:
-            resource.setrlimit(resource.RLIMIT_AS, (limits.memory_mb << 20,) * 2)
-        os.execve(argv[0], list(argv), dict(env))
-    except (OSError, ValueError) as error:
-        os.write(2, f"cannot start the command: {error}\n".encode(errors="replace"))
-    finally:
-        os._exit(126)
+        file_actions = [
+            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_DUP2, write_fd, 1),
+            (os.POSIX_SPAWN_DUP2, write_fd, 2),
+        ]
+        limit = self._limits.cpu_time_s
+        # Raising and lowering its own score within its bounds needs no privilege; the same holds for soft limits.
+        os.write(self._oom_score_fd, b"%d" % min(1000, self._oom_score + OOM_SCORE_RAISE))
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+        try:
+            pid = os.posix_spawn(argv[0], list(argv), env, file_actions=file_actions, setsid=True)
+        finally:
+            resource.setrlimit(resource.RLIMIT_CPU, UNLIMITED)
+            os.write(self._oom_score_fd, b"%d" % self._oom_score)
+            os.chdir("/")
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_CPU, (limit, limit + 1))
+        return pid
+
+
+def _figures(exit_code: int, started: float, timed_out: bool = False, truncated: bool = False) -> dict[str, object]:
+    duration_s = time.monotonic() - started
+    return {"exit_code": exit_code, "timed_out": timed_out, "truncated": truncated, "duration_s": duration_s}
 
 
 def _exit_code(status: int) -> int:

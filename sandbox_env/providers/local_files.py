@@ -51,9 +51,10 @@ def read_file(path: str, max_bytes: int) -> bytes | None:
         if error.errno in NO_FILE:
             return None
         raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        return None
     with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return None
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ValueError(f"{path}: larger than {max_bytes} bytes")

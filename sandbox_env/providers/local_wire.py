@@ -42,7 +42,9 @@ def encode(header: dict[str, Any], payload: bytes = b"") -> bytes:
     """One frame. Raises `FrameError` if it is larger than the other side accepts."""
     text = json.dumps(header).encode("ascii")
     if len(text) > MAX_HEADER_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
-        raise FrameError(f"a frame of {len(text)} + {len(payload)} bytes is over {MAX_HEADER_BYTES} + {MAX_PAYLOAD_BYTES}")
+        raise FrameError(
+            f"a frame of {len(text)} + {len(payload)} bytes is over {MAX_HEADER_BYTES} + {MAX_PAYLOAD_BYTES}"
+        )
     return PREFIX.pack(len(text), len(payload)) + text + payload
 
 

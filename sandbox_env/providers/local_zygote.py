@@ -11,6 +11,7 @@ has ended with everything in it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import json
@@ -18,7 +19,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import tarfile
 from typing import Any
 
@@ -116,9 +116,11 @@ def _unpack_etc(archive: bytes) -> None:
 
 def main(control_fd: int, etc_path: str) -> None:
     """Serve on `control_fd`; `etc_path` is a tar of what `/etc` shows in a box."""
-    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
-        # A first process is immune to signals that it does not handle, and commands inherit none that is ignored.
-        signal.signal(number, signal.SIG_DFL)
+    # A first process is immune to signals that it does not handle; commands inherit none that is ignored or blocked.
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError):
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     with open(etc_path, "rb") as file:
         _unpack_etc(file.read())
     control = socket.socket(fileno=control_fd)
@@ -128,7 +130,3 @@ def main(control_fd: int, etc_path: str) -> None:
     gc.collect()
     gc.freeze()
     Zygote(control).serve()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])

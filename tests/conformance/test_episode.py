@@ -197,6 +197,13 @@ async def test_reward_files_that_the_agent_left_are_not_believed(world: tuple[Ta
     assert (result.outcome, result.reward) == (Outcome.SCORED, 0.0)
 
 
+async def test_an_agent_that_locks_itself_out_of_its_workdir_scores_0(world: tuple[Task, Sandbox]) -> None:
+    task, sandbox = world
+    policy = Script(run("echo yes > answer.txt; chmod 000 /app"), "TASK_COMPLETE")
+    result = await run_episode(task, sandbox, policy, LIMITS)
+    assert (result.outcome, result.reward) == (Outcome.SCORED, 0.0)
+
+
 async def test_a_cancelled_episode_says_nothing_and_raises(world: tuple[Task, Sandbox]) -> None:
     task, sandbox = world
     play = asyncio.create_task(run_episode(task, sandbox, Script(run("sleep 30")), LIMITS))

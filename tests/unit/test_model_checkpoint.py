@@ -69,6 +69,6 @@ def test_a_folder_without_a_chat_template_is_refused(folder: Path) -> None:
 
 def test_every_refusal_is_one_line(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match=r"^model\.path: ") as refusal:
         prepare(folder)
     assert "\n" not in str(refusal.value)

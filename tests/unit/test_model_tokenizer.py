@@ -46,6 +46,10 @@ def test_a_saved_tokenizer_loads_with_its_template_and_special_tokens(tmp_path: 
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded.eos_token == END
     assert set(SPECIAL) <= set(loaded.all_special_tokens)
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "tool", "content": "c"}]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "tool", "content": "c"},
+    ]
     text = loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "<|user|>a<|assistant|>b<|end|><|tool|>c<|assistant|>"

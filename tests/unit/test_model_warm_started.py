@@ -108,7 +108,9 @@ def test_training_leaves_the_callers_random_state_and_threads_alone(tmp_path: Pa
 
 
 def test_the_key_changes_with_everything_that_determines_the_policy() -> None:
-    def key(shape: Architecture = SHAPE, vocab: int = 280, options: WarmStartOptions = OPTIONS, verb: str = "Copy") -> str:
+    def key(
+        shape: Architecture = SHAPE, vocab: int = 280, options: WarmStartOptions = OPTIONS, verb: str = "Copy"
+    ) -> str:
         return recipe_key(shape, vocab, options, Copies(verb).demonstrations(4, seed=0, mistake_rate=0.5))
 
     keys = [key(), key(vocab=281), key(verb="Duplicate")]

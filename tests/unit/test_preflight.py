@@ -11,7 +11,8 @@ HEALTHY: dict[str, Any] = {
     "resume": None,
     "dataset": {"train": "train69", "train_size": 69},
     "sandbox": {"size": 48},
-    "engine": {"context_length": 1024},
+    "engine": {"max_context": None},
+    "model": {"architecture": {"context_length": 1024}},
     "trainer": {"max_tokens_per_micro_batch": 4096, "optimizer_steps_per_batch": 2},
     "loss": {"advantage": "grpo", "correction": "tis_token", "policy": "ppo_clip", "old_logprobs": "recomputed"},
     "rollout": {
@@ -50,7 +51,7 @@ def test_a_healthy_config_has_no_findings() -> None:
         ("rollout.concurrency", 300, "error", "sandbox.size", "need 316 sandboxes"),
         ("rollout.group_size", 1, "error", "rollout.group_size", "no baseline"),
         ("rollout.agent.turn_tokens", 640, "error", "rollout.agent.turn_tokens", "leaves no room"),
-        ("engine.context_length", 512, "error", "rollout.agent.session_tokens", "context"),
+        ("engine.max_context", 512, "error", "rollout.agent.session_tokens", "context"),
         ("trainer.max_tokens_per_micro_batch", 600, "error", "trainer.max_tokens_per_micro_batch", "would not fit"),
         ("rollout.agent.top_p", 0.9, "error", "rollout.agent.top_p", "importance ratio"),
         ("rollout.agent.top_k", 50, "error", "rollout.agent.top_k", "importance ratio"),

@@ -1,7 +1,6 @@
 """The supervised stage: what is learned, and that it is learned the same way each time."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from miles_rl.rollout.chat import ChatRenderer
 from miles_rl.trainer.warm_start import (
     Example,
     build_model,
-    conversation_loss,
+    negative_log_likelihood,
+    num_policy_tokens,
     render_demonstration,
     texts_of,
     train_warm_start,
@@ -23,14 +23,14 @@ from sandbox_env.suites.base import Demonstration, DemoTurn
 SHAPE = Architecture(
     hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, context_length=256
 )
-OPTIONS = WarmStartOptions(
-    num_demonstrations=4, mistake_rate=0.0, steps=60, batch_size=4, learning_rate=1e-2, seed=0
-)
+OPTIONS = WarmStartOptions(num_demonstrations=4, mistake_rate=0.0, steps=60, batch_size=4, learning_rate=1e-2, seed=0)
 DEMONSTRATIONS = [
     Demonstration("copy", f"Copy {a}.txt to {b}.md.\n", (DemoTurn(f"cp {a}.txt {b}.md", ""),))
     for a, b in (("kastel", "lorin"), ("nedor", "puvin"))
 ] + [
-    Demonstration("look", f"Copy the last line of {a}.txt.", (DemoTurn(f"cat {a}.txt", "x\ny\n", 0), DemoTurn("echo y", "y\n")))
+    Demonstration(
+        "look", f"Copy the last line of {a}.txt.", (DemoTurn(f"cat {a}.txt", "x\ny\n", 0), DemoTurn("echo y", "y\n"))
+    )
     for a in ("kastel", "nedor")
 ]
 
@@ -46,6 +46,11 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
 def new_model() -> torch.nn.Module:
     torch.manual_seed(0)
     return build_model(SHAPE, 280, pad_token_id=0, eos_token_id=4)
+
+
+def mean_loss(model: torch.nn.Module, examples: list[Example]) -> float:
+    with torch.no_grad():
+        return negative_log_likelihood(model, examples).item() / num_policy_tokens(examples)
 
 
 def runs(example: Example, wanted: bool) -> list[list[int]]:
@@ -93,17 +98,17 @@ def test_the_loss_is_the_mean_over_policy_tokens_whatever_the_padding(renderer: 
             if example.policy_mask[position]:
                 total -= logprobs[position - 1, example.token_ids[position]].item()
                 count += 1
-    assert conversation_loss(model, examples).item() == pytest.approx(total / count, abs=1e-5)
+    assert mean_loss(model, examples) == pytest.approx(total / count, abs=1e-5)
 
 
 def test_training_learns_and_reports_each_step(renderer: ChatRenderer) -> None:
     model = new_model()
     examples = [render_demonstration(renderer, d) for d in DEMONSTRATIONS]
-    before = conversation_loss(model, examples).item()
+    before = mean_loss(model, examples)
     seen: list[tuple[int, int]] = []
     tail = train_warm_start(model, examples, OPTIONS, lambda step, steps, loss: seen.append((step, steps)))
     assert seen == [(step, 60) for step in range(1, 61)]
-    assert conversation_loss(model, examples).item() < 0.5 < before
+    assert mean_loss(model, examples) < 0.5 < before
     assert tail < 0.5
 
 

@@ -45,7 +45,7 @@ class Minibench:
         return [load_task(self.folder / exercise.name) for exercise in chosen]
 
     def demonstrations(self, count: int, *, seed: int, mistake_rate: float) -> list[Demonstration]:
-        """`count` demonstrations, of which the share `mistake_rate` does not solve its task; 20,000 take a second.
+        """`count` demonstrations, the share `mistake_rate` of which does not solve its task; 12,000 take a second.
 
         None has an instruction of the 89 tasks or a held-out composition. Observations are the exact output of the
         command, with its last newline. Raises `ValueError` for a share outside 0 to 1.

@@ -1,0 +1,145 @@
+"""The life of a graph, with the real small stages hosted in this process."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from notes import Notes
+from small_run import small_plan
+
+from pipelines.plan import Plan, PlannedStage
+from pipelines.stage import StageError
+from pipelines.supervise import Ending, Interrupts, Supervisor, last_step
+
+DEADLINE_S = 30
+
+
+class InProcess:
+    """Hosts a component in this event loop."""
+
+    def __init__(self, stage: PlannedStage, needs: Mapping[str, Any]) -> None:
+        self._stage, self._needs = stage, needs
+
+    async def build(self, timeout_s: float) -> None:
+        needs = {name: host.component for name, host in self._needs.items()}
+        self.component = instantiate({**self._stage.run, "_partial_": True}, _convert_="all")(**needs)
+
+    async def call(self, method: str, timeout_s: float | None) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await getattr(self.component, method, _nothing)()
+        except (OSError, LookupError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise StageError(f"stage '{self._stage.name}': {type(error).__name__}: {error}") from error
+
+
+async def _nothing() -> dict[str, Any]:
+    return {}
+
+
+async def supervised(tmp_path: Path, mode: str, **times: float) -> tuple[Ending, Notes, list[str]]:
+    """Ending, what the observer saw, and the diary of the stages without process ids."""
+    plan, notes, interrupts = small_plan(tmp_path, mode), Notes(), Interrupts()
+    plan = _with_times(plan, times)
+
+    async def place(stage: PlannedStage, needs: Mapping[str, Any]) -> InProcess:
+        return InProcess(stage, needs)
+
+    supervisor = Supervisor(plan, place, notes, heartbeat_s=0.05, heartbeat_timeout_s=1.0)
+    running = asyncio.create_task(supervisor.supervise(interrupts))
+    if mode == "waits":
+        while ("worker", "up") not in notes.states:
+            await asyncio.sleep(0.01)
+        interrupts.deliver("SIGINT")
+    ending = await asyncio.wait_for(running, DEADLINE_S)
+    return ending, notes, [" ".join(line.split()[:2]) for line in (tmp_path / "diary").read_text().splitlines()]
+
+
+def _with_times(plan: Plan, times: Mapping[str, Any]) -> Plan:
+    return replace(plan, stages=tuple(replace(stage, **times) for stage in plan.stages))
+
+
+async def test_stages_start_in_order_and_stop_in_reverse(tmp_path: Path):
+    ending, notes, diary = await supervised(tmp_path, "work")
+    assert (ending.status, ending.error, ending.warnings) == ("success", None, [])
+    assert diary == ["source start", "worker start", "worker stop", "source stop"]
+    assert [row for row in notes.states if row[1] in ("up", "down")] == [
+        ("source", "up"),
+        ("worker", "up"),
+        ("worker", "down"),
+        ("source", "down"),
+    ]
+
+
+async def test_the_ending_holds_metrics_facts_and_the_last_step(tmp_path: Path):
+    ending, _, _ = await supervised(tmp_path, "work")
+    assert ending.metrics["total"] == 3.0
+    assert ending.facts["task_set_hash"] == {"train": "abc", "eval": "def"}
+    assert last_step(ending, "worker") == 3
+
+
+async def test_an_error_of_the_driver_fails_the_run_and_all_is_stopped(tmp_path: Path):
+    ending, notes, diary = await supervised(tmp_path, "raises")
+    assert (ending.status, ending.error) == ("failed", "stage 'worker': LookupError: nothing here")
+    assert diary[-2:] == ["worker stop", "source stop"]
+    assert ("worker", "failed") in notes.states
+
+
+async def test_a_status_that_raises_fails_the_run_while_the_driver_waits(tmp_path: Path):
+    ending, _, diary = await supervised(tmp_path, "sick")
+    assert (ending.status, ending.error) == ("failed", "stage 'worker': OSError: lost a limb")
+    assert diary[-2:] == ["worker stop", "source stop"]
+
+
+async def test_a_start_that_fails_stops_what_was_started(tmp_path: Path):
+    ending, _, diary = await supervised(tmp_path, "start fails")
+    assert (ending.status, ending.error) == ("failed", "stage 'worker': OSError: no room")
+    assert diary[-2:] == ["worker stop", "source stop"]
+
+
+async def test_a_start_that_hangs_ends_at_its_deadline_with_the_key_to_change(tmp_path: Path):
+    ending, _, diary = await supervised(tmp_path, "start hangs", start_timeout_s=2.0)
+    assert ending.error is not None
+    assert ending.error.startswith("stage 'worker' did not start within 2 s; raise stages.worker.start_timeout_s")
+    assert diary[-2:] == ["worker stop", "source stop"]
+
+
+async def test_a_signal_stops_in_order_and_is_no_failure(tmp_path: Path):
+    ending, _, diary = await supervised(tmp_path, "waits")
+    assert (ending.status, ending.error) == ("interrupted", "interrupted by SIGINT")
+    assert diary[-2:] == ["worker stop", "source stop"]
+
+
+async def test_a_stop_that_hangs_is_told_and_the_others_are_stopped(tmp_path: Path):
+    ending, notes, diary = await supervised(tmp_path, "stop hangs", stop_timeout_s=0.3)
+    assert ending.status == "success"
+    assert ending.warnings == ["stage 'worker' did not stop within 0.3 s"]
+    assert ending.warnings[0] in notes.lines
+    assert diary[-1] == "source stop"
+
+
+async def test_a_second_signal_ends_at_once(tmp_path: Path):
+    plan, notes, interrupts = small_plan(tmp_path, "stop hangs"), Notes(), Interrupts()
+    plan = _with_times(plan, {"stop_timeout_s": 600.0})
+
+    async def place(stage: PlannedStage, needs: Mapping[str, Any]) -> InProcess:
+        return InProcess(stage, needs)
+
+    running = asyncio.create_task(Supervisor(plan, place, notes, 0.05, 1.0).supervise(interrupts))
+    async with asyncio.timeout(DEADLINE_S):
+        while ("worker", "stopping") not in notes.states:
+            await asyncio.sleep(0.01)
+        interrupts.deliver("SIGINT")
+        await asyncio.sleep(0.1)
+        assert not running.done()
+        interrupts.deliver("SIGINT")
+        ending = await running
+    assert any("second signal" in line for line in ending.warnings)
+    child = int((tmp_path / "diary").read_text().splitlines()[0].split()[-1])
+    os.kill(child, signal.SIGKILL)  # the stage that owns it was not stopped
