@@ -48,7 +48,9 @@ def main() -> None:
         )
         model = transformers.Qwen3ForCausalLM(config)
         model.save_pretrained(folder)
-        print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M weights, one thread, {args.device}, {args.dtype}")
+        print(
+            f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M weights, one thread, {args.device}, {args.dtype}"
+        )
         for flat_groups in (0, 4):
             compare(args, model, folder, flat_groups)
 

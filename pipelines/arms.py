@@ -112,7 +112,8 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
     settled by those choices, as `trainer.lr=0.001`. An option that only repeats another is left out of the name.
     """
     choices = [run.choices for run in runs]
-    groups = sorted(name for name in set().union(*choices) if len({c.get(name) for c in choices}) > 1)
+    known = {name for c in choices for name in c}
+    groups = sorted(name for name in known if len({c.get(name) for c in choices}) > 1)
     chosen = [tuple(c.get(name) for name in groups) for c in choices]
     parts: dict[str, Values] = {name: tuple(c.get(name) for c in choices) for name in groups}
     told: set[Values] = set()
@@ -138,11 +139,11 @@ def _options(run_dir: Path, seed: str) -> Mapping[str, str]:
     """The leaves of `resolved.yaml`, the run's own folder and seed taken out wherever they are used."""
     file = run_dir / "resolved.yaml"
     config: Any = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    own = str(config.get("run_dir") or run_dir) if isinstance(config, dict) else str(run_dir)
+    own = str(dict(children(config)).get("run_dir") or run_dir)
     options: dict[str, str] = {}
     for path, value in _leaves(config, ()):
         if path[0] not in NOT_A_CHOICE and not (path[-1] == "seed" and str(value) == seed):
-            options[dotted(path)] = str(value).replace(own, "RUN_DIR")
+            options[dotted(path)] = "null" if value is None else str(value).replace(own, "RUN_DIR")
     return options
 
 

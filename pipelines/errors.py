@@ -72,7 +72,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> Problem | None:
         mark = getattr(error, "problem_mark", None)
         where = f"{mark.name}, line {mark.line + 1}" if mark is not None else "conf"
         return Problem(where, getattr(error, "problem", None) or "unreadable", "correct the YAML")
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    cause = error if isinstance(error, OmegaConfBaseException) else (error.__cause__ or error.__context__)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return _wrong_key_or_value(error, cause, overrides)
     if isinstance(error, HydraException | OmegaConfBaseException):
@@ -115,6 +115,9 @@ def _wrong_key_or_value(error: Exception, cause: OmegaConfBaseException, overrid
         parent: Any = cause.parent_node
         known = [str(key) for key in parent] if hasattr(parent, "keys") else []
         known = [key for key in known if key != "hydra" and not key.startswith("_")]
+        stage = re.match(r"(stages\.\w+\.run)\.", path)
+        if stage and not known:  # Hydra does not follow the reference that stands there
+            return Problem(path, value, f"{stage[1]} is taken from a group; write GROUP.{cause.key} instead")
         return Problem(path, value, f"no such key; {did_you_mean(str(cause.key), known)}")
     remedy = next((text for mark, text in _TYPES.items() if mark in message), message)
     return Problem(path, cause.value if cause.value is not None else value, remedy)

@@ -45,8 +45,8 @@ def resolve(config: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
             except InterpolationToMissingValueError:
                 continue
             except OmegaConfBaseException as error:
-                reason = str(error.__cause__ or error).splitlines()[0].strip("\"'")
-                problems.append(Problem(dotted(path), value, f"cannot be resolved: {reason}"))
+                reason = str(error).splitlines()[0].partition("while resolving interpolation: ")
+                problems.append(Problem(dotted(path), value, (reason[2] or reason[0]).strip('"')))
     if problems:
         raise ConfigError(problems)
     return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=True)), raw

@@ -69,7 +69,9 @@ def make_plan(
     def where(path: Path) -> str:
         return origin(tree, path)
 
-    problems = [*_check_top(config), *_check_secrets(config, (), where)]
+    if secrets := list(_check_secrets(config, (), where)):
+        raise ConfigError(secrets)  # alone, since other problems show values
+    problems = list(_check_top(config))
     stages = cast(dict[str, Any], config["stages"])
     for name, stage in stages.items():
         problems += _check_stage(name, stage, stages, where, allowed)

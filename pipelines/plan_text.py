@@ -22,9 +22,12 @@ def render(plan: Plan) -> RenderableType:
 
 
 def show_plan(plan: Plan) -> None:
-    """Print the plan; where the output is no terminal, plain and in lines of bounded width."""
+    """Print the plan, plain where the output is no terminal."""
     console = Console()
-    (console if console.is_terminal else Console(width=_FILE_WIDTH, color_system=None)).print(render(plan))
+    if console.is_terminal:
+        console.print(render(plan))
+    else:
+        print(plain(plan), end="")
 
 
 def plain(plan: Plan) -> str:

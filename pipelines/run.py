@@ -60,14 +60,15 @@ def main() -> None:
 def run(config: DictConfig) -> int:
     """Run one composed config. Returns the exit code."""
     run_dir = Path(HydraConfig.get().runtime.output_dir).absolute()
-    overrides = list(HydraConfig.get().overrides.task)
+    overrides = cast(list[str], OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False))
     OmegaConf.update(config, "run_dir", str(run_dir))
     try:
         plan = planned(config, run_dir)
     except ConfigError as error:
         print(error, file=sys.stderr)
-        with contextlib.suppress(OSError):
-            run_dir.rmdir()  # Hydra made it; nothing is in it
+        for folder in (run_dir, run_dir.parent):
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # Hydra made it, and nothing is in it
         return CONFIG_ERROR
     if plan.config["plan_only"]:
         plan_text.show_plan(plan)

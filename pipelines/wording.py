@@ -34,7 +34,9 @@ def clean(text: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`8 s`, `2 m 05 s`, `3 h 07 m`, `2 d 04 h`."""
+    """`0.4 s`, `8 s`, `2 m 05 s`, `3 h 07 m`, `2 d 04 h`."""
+    if 0 < seconds < 1:
+        return f"{seconds:.1f} s"
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"

@@ -57,4 +57,3 @@ def pack(folder: Path) -> bytes:
     builder = ArchiveBuilder()
     builder.add_tree(folder)
     return builder.build()
-

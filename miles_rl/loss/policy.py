@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from miles_rl.loss import advantages, corrections, policy_terms
 from miles_rl.loss.aggregation import Aggregation, aggregate
 from miles_rl.loss.base import Denominators, LossNeeds, LossOutput, OldLogprobs, PolicyTokens
-from miles_rl.loss.checks import check_choice, check_number, check_order
+from miles_rl.loss.checks import OptionError, check_choice, check_number, check_order
 from miles_rl.loss.kl import kl
 from miles_rl.loss.policy_terms import PolicyTerms
 
@@ -47,7 +47,7 @@ class PolicyLoss:
     probability. `dual_clip` None is off. The correction's ratio is pi_old / pi_rollout, cut to [`correction_low`,
     `correction_high`]; the rejection tests the same ratio. `discount` is REINFORCE++'s, per policy token. `norm_tokens`
     is the constant of seq-mean-token-sum-norm. `dppo_kl_coef` is dppo's own penalty. Masked importance sampling (MIS)
-    is a TIS correction together with a rejection. Raises `ValueError` of one line for a value that cannot be meant.
+    is a TIS correction together with a rejection. Raises `OptionError`, one line, for a value that cannot be meant.
     """
 
     def __init__(
@@ -180,21 +180,17 @@ class PolicyLoss:
         check_number("loss.dppo_kl_coef", self._dppo_kl_coef, low=0)
 
     def _check_together(self) -> None:
-        if (self._aggregation == "seq-mean-token-sum-norm") != (self._norm_tokens is not None):
+        normed = self._aggregation == "seq-mean-token-sum-norm"
+        if normed and self._norm_tokens is None:
             remedy = "give a constant, like batch size times the tokens of an episode"
-            if self._norm_tokens is not None:
-                remedy = "it acts only with loss.aggregation=seq-mean-token-sum-norm; leave it null"
-            raise ValueError(f"loss.norm_tokens: {_shown(self._norm_tokens)}; {remedy}")
+            raise OptionError("loss.norm_tokens", None, remedy)
+        if not normed and self._norm_tokens is not None:
+            remedy = "it acts only with loss.aggregation=seq-mean-token-sum-norm; leave it null"
+            raise OptionError("loss.norm_tokens", self._norm_tokens, remedy)
         if self._policy == "dppo" and self._old_logprobs != "rollout":
-            raise ValueError("loss.old_logprobs: recomputed; dppo's trust region is around the engine: give rollout")
-        if self._old_logprobs == "rollout" and (self._correction != "none" or self._rejection != "none"):
-            knob = "correction" if self._correction != "none" else "rejection"
-            value = self._correction if knob == "correction" else self._rejection
-            raise ValueError(
-                f"loss.{knob}: {value}; with old_logprobs=rollout its ratio is always 1: give none, or"
-                " old_logprobs=recomputed"
-            )
-
-
-def _shown(value: object) -> str:
-    return "null" if value is None else str(value)
+            remedy = "dppo's trust region is around the engine: give rollout"
+            raise OptionError("loss.old_logprobs", self._old_logprobs, remedy)
+        for knob, value in (("correction", self._correction), ("rejection", self._rejection)):
+            if self._old_logprobs == "rollout" and value != "none":
+                remedy = "with old_logprobs=rollout its ratio is always 1: give none, or old_logprobs=recomputed"
+                raise OptionError(f"loss.{knob}", value, remedy)

@@ -172,7 +172,12 @@ class EpisodeRecorder:
         name = f"part-{time.time_ns() // 1_000_000:013d}-{uuid.uuid4().hex[:8]}.parquet"
         hidden = self._folder / f".{name}.tmp"
         try:
-            pq.write_table(table, hidden, compression="zstd", use_dictionary=REPEATING)
+            pq.write_table(
+                table,
+                hidden,
+                compression="zstd",
+                use_dictionary=REPEATING,  # pyright: ignore[reportArgumentType]  # its type is guessed from its default
+            )
             os.replace(hidden, self._folder / name)
         except BaseException:
             hidden.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ import torch
 from miles_rl.batch.micro_batch import MicroBatch, split
 from miles_rl.batch.rows import Rows
 from miles_rl.loss.base import Denominators, Loss, LossOutput, PolicyTokens
+from miles_rl.loss.checks import OptionError
 from miles_rl.trainer.base import NonFiniteError
 from miles_rl.trainer.options import TorchOptions
 from miles_rl.trainer.policy_model import PolicyModel
@@ -99,9 +100,8 @@ class Learner:
         """The rows of each optimizer step, drawn anew for every batch and as equal in number as can be."""
         num_parts = self._options.optimizer_steps_per_batch
         if num_parts > num_rows:
-            raise ValueError(
-                f"trainer.optimizer_steps_per_batch: {num_parts}; a batch has only {num_rows} trajectories: give fewer"
-            )
+            remedy = f"a batch has only {num_rows} trajectories: give fewer"
+            raise OptionError("trainer.optimizer_steps_per_batch", num_parts, remedy)
         if num_parts == 1:
             return [list(range(num_rows))]
         order = torch.randperm(num_rows, generator=self._shuffle).tolist()

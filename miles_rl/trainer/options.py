@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from miles_rl.batch.layout import Layout
-from miles_rl.loss.checks import check_choice, check_number
+from miles_rl.loss.checks import OptionError, check_choice, check_number
 from miles_rl.trainer.schedule import LrSchedule
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -17,7 +17,7 @@ PARALLELISMS = ("data", "tensor", "pipeline", "context", "expert")
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
-    """See `miles_rl.trainer.torch.TorchTrainer`. Raises `ValueError` of one line."""
+    """See `miles_rl.trainer.torch.TorchTrainer`. Raises `OptionError`, one line."""
 
     lr: float
     betas: tuple[float, float]
@@ -63,22 +63,22 @@ class TorchOptions:
         if self.lr_schedule == "constant":
             return
         if self.total_optimizer_steps is None:
-            raise ValueError(f"trainer.schedule_steps: null; lr_schedule={self.lr_schedule} needs the number of steps")
+            raise OptionError(
+                "trainer.schedule_steps", None, f"lr_schedule={self.lr_schedule} needs the number of steps"
+            )
         check_number("trainer.schedule_steps", self.schedule_steps, low=1)
         if self.warmup_steps >= self.total_optimizer_steps:
-            raise ValueError(
-                f"trainer.warmup_steps: {self.warmup_steps}; the schedule has only {self.total_optimizer_steps}"
-                " optimizer steps: give fewer"
-            )
+            remedy = f"the schedule has only {self.total_optimizer_steps} optimizer steps: give fewer"
+            raise OptionError("trainer.warmup_steps", self.warmup_steps, remedy)
 
 
 def check_single_device(parallelism: Mapping[str, int], offload: Mapping[str, Any]) -> None:
-    """Raise `ValueError` of one line for a layout of several processes, or for an offload: this trainer has neither."""
+    """Raise `OptionError` for a layout of several processes, or for an offload: this trainer has neither."""
     for name, size in parallelism.items():
         check_choice("parallelism", name, PARALLELISMS)
         if size != 1:
-            raise ValueError(f"parallelism.{name}: {size}; trainer=torch is one process on one device: give 1")
+            raise OptionError(f"parallelism.{name}", size, "trainer=torch is one process on one device: give 1")
     for name, where in offload.items():
         check_choice("offload", name, ("optimizer",))
         if where != "none":
-            raise ValueError(f"offload.{name}: {where}; trainer=torch keeps it on its device: give none")
+            raise OptionError(f"offload.{name}", where, "trainer=torch keeps it on its device: give none")

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from miles_rl.loss.base import Loss
+from miles_rl.loss.checks import OptionError
 from miles_rl.trainer.checkpoint import export_model, read_state, restore_rng_state, weights_checksum, write_state
 from miles_rl.trainer.learner import Learner
 from miles_rl.trainer.options import TorchOptions
@@ -67,7 +68,7 @@ class TorchSession:
 
     def _restore(self, state: Mapping[str, Any], model_dir: str) -> None:
         if state["dtype"] != self._options.dtype:
-            raise ValueError(f"trainer.dtype: {self._options.dtype}; the checkpoint has {state['dtype']}: give that")
+            raise OptionError("trainer.dtype", self._options.dtype, f"the checkpoint has {state['dtype']}: give that")
         self._learner.restore(state)
         if weights_checksum(self._model.named_parameters(), self._dtype) != state["weights_checksum"]:
             raise ValueError(f"trainer: the weights in {model_dir} are not those that the checkpoint was saved with")
@@ -97,5 +98,5 @@ def _seed_all(seed: int) -> None:
 def _device(name: str) -> torch.device:
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise ValueError("trainer.device: cuda; torch sees no CUDA device: give cpu or auto")
+        raise OptionError("trainer.device", name, "torch sees no CUDA device: give cpu or auto")
     return torch.device("cuda" if name != "cpu" and available else "cpu")

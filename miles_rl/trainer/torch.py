@@ -26,7 +26,7 @@ class TorchTrainer:
     rollouts: log-probabilities are after it. The reference of `loss.kl_coef` is `reference_model_dir`, or the model
     that the run started from. `num_threads` None leaves torch's own number.
 
-    Making one checks the options and loads nothing. Raises `ValueError` of one line.
+    Making one checks the options and loads nothing. Raises `OptionError`, one line.
     """
 
     def __init__(

@@ -61,6 +61,7 @@ class LocalProvider:
             max_output_mb=max_output_mb,
             memory_by_cgroup=False,
         )
+        _require_sane(self._limits)
         self._create_timeout_s = create_timeout_s
         self._build_timeout_s = build_timeout_s
         self._run_id = "unstarted"
@@ -103,14 +104,12 @@ class LocalProvider:
         except ValueError as error:
             raise SandboxError(str(error)) from None
         box: LocalSandbox | None = None
+        memory_mb = min(task.memory_mb, self._limits.memory_mb)
+        # Files live in memory: were they allowed all of it, a full disk would leave none to run the tests with.
+        storage_mb = min(task.storage_mb, self._limits.storage_mb, max(1, memory_mb // 2))
         try:
             async with self._setup_slots:
-                box = await self._open(
-                    image,
-                    workdir=task.workdir,
-                    memory_mb=min(task.memory_mb, self._limits.memory_mb),
-                    storage_mb=min(task.storage_mb, self._limits.storage_mb),
-                )
+                box = await self._open(image, workdir=task.workdir, memory_mb=memory_mb, storage_mb=storage_mb)
                 await box.wait_ready(self._create_timeout_s)
             for part in image.parts:
                 if isinstance(part, Run):
@@ -198,3 +197,14 @@ class LocalProvider:
             await box.close()
         if about.get("python3") is not True:
             logger.warning("sandbox: local; there is no /usr/bin/python3: commands that need Python will not find it")
+
+
+def _require_sane(limits: BoxLimits) -> None:
+    for name, value in limits._asdict().items():
+        if name != "memory_by_cgroup" and value < 1:
+            option = "output_limit_kb" if name == "output_bytes" else name
+            raise ValueError(f"sandbox.provider.{option}: {value}; at least 1")
+    files_mb = limits.storage_mb + limits.scoring_storage_mb
+    if limits.memory_mb <= files_mb:
+        wanted = f"files live in memory, so more than storage_mb + scoring_storage_mb = {files_mb}"
+        raise ValueError(f"sandbox.provider.memory_mb: {limits.memory_mb}; {wanted}")

@@ -20,6 +20,7 @@ import signal
 import socket
 import struct
 
+from sandbox_env.providers import local_seccomp
 from sandbox_env.providers.local_wire import BoxLimits
 
 # PyDLL keeps the interpreter's lock: `clone` must not return into a process where another thread would hold it.
@@ -88,6 +89,7 @@ def enter_box(uid: int, gid: int, limits: BoxLimits, cgroup_fds: list[int]) -> N
     _mount(None, "/proc/sys", None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
     _set_limits(limits)
     _drop_privileges()
+    _check(local_seccomp.install(_LIBC, limits.memory_by_cgroup), "seccomp")
 
 
 def _build_root(storage_mb: int, scoring_storage_mb: int) -> None:

@@ -30,7 +30,7 @@ OLDEST_KERNEL = (5, 14)
 INNER_ID = 1000
 """Who the launcher is inside. Not 0: mapping 0 to a box's own 0 would need a privilege that it does not have."""
 CODE = "/zygote"
-MODULES = ("wire", "namespaces", "processes", "command", "files", "init", "zygote")
+MODULES = ("wire", "seccomp", "namespaces", "processes", "command", "files", "init", "zygote")
 START = f"""import sys
 sys.path.insert(0, {CODE!r})
 from sandbox_env.providers.local_zygote import main

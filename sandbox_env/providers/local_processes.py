@@ -60,15 +60,19 @@ def kill_new(older: frozenset[int]) -> None:
 
 
 def shed_memory(limit_bytes: int) -> None:
-    """End the largest process if all together hold more than `limit_bytes`: what a memory cgroup would do."""
+    """End the largest processes until the rest holds at most `limit_bytes`: what a memory cgroup would do."""
     resident: dict[int, int] = {}
     for pid in all_pids():
         with contextlib.suppress(OSError, ValueError):
             _, pages, shared, *_ = _read(f"/proc/{pid}/statm").split()
             resident[pid] = (int(pages) - int(shared)) * PAGE_BYTES
-    if resident and sum(resident.values()) > limit_bytes:
+    excess = sum(resident.values()) - limit_bytes
+    for pid in sorted(resident, key=resident.__getitem__, reverse=True):
+        if excess <= 0:
+            return
+        excess -= resident[pid]
         with contextlib.suppress(ProcessLookupError):
-            os.kill(max(resident, key=resident.__getitem__), signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
 def _descended_from_new(older: frozenset[int]) -> dict[int, Process]:

@@ -14,6 +14,7 @@ from sandbox_env.sandbox import ExecResult, SandboxError
 GRACE_S = 10.0
 """What the first process of a box gets on top of a command's own time to end it and to answer."""
 TRANSFER_TIMEOUT_S = 60.0
+MAX_TIMEOUT_S = 1e6
 
 
 class LocalSandbox:
@@ -66,6 +67,8 @@ class LocalSandbox:
         env: Mapping[str, str] | None = None,
     ) -> ExecResult:
         """Run one program, named by its absolute path, with its arguments."""
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(f"timeout_s: {timeout_s}; above 0 and at most {MAX_TIMEOUT_S:g}")
         header = {
             "op": "exec",
             "argv": list(argv),

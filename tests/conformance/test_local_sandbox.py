@@ -351,3 +351,24 @@ async def test_a_bubblewrap_that_may_not_make_namespaces_gives_the_remedy_and_ru
     with pytest.raises(IsolationUnavailable, match=r"sandbox: local; .*allow user namespaces") as caught:
         await LocalProvider().start("refused")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_processes": 0}, "sandbox.provider.max_processes: 0; at least 1"),
+        ({"output_limit_kb": 0}, "sandbox.provider.output_limit_kb: 0; at least 1"),
+        ({"memory_mb": 128}, "sandbox.provider.memory_mb: 128; files live in memory, so more than"),
+    ],
+)
+async def test_limits_that_make_no_sense_are_refused(options, says):
+    with pytest.raises(ValueError, match="sandbox.provider") as caught:
+        LocalProvider(**options)
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
+async def test_a_timeout_that_is_none_is_refused(sandbox, timeout_s):
+    with pytest.raises(ValueError, match="timeout_s"):
+        await sandbox.exec("true", timeout_s=timeout_s)
+    assert await output(sandbox, "echo alive") == "alive\n"

@@ -87,7 +87,9 @@ def test_packed_trajectories_restart_their_positions() -> None:
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_a_split_holds_every_chosen_row_once(layout) -> None:
     rng = np.random.default_rng(3)
-    rows = Rows.of([make_trajectory(rng, spans=((int(rng.integers(1, 9)), int(rng.integers(1, 9))),)) for _ in range(20)])
+    rows = Rows.of(
+        [make_trajectory(rng, spans=((int(rng.integers(1, 9)), int(rng.integers(1, 9))),)) for _ in range(20)]
+    )
     micros = split(rows, range(0, 20, 2), layout, 30)
     assert len(micros) > 2
     assert sorted(i for micro in micros for i in micro.rows.tolist()) == list(range(0, 20, 2))

@@ -20,7 +20,9 @@ def test_equal_rewards_give_exactly_nothing_whatever_their_rounding(estimator) -
 def test_groups_do_not_see_each_other() -> None:
     groups = torch.tensor([1, 0, 1, 0, 2])
     values = rewards(5.0, 0.0, 7.0, 1.0, 9.0)
-    alone = [advantages.grpo(values[groups == g], torch.zeros(int((groups == g).sum()), dtype=torch.long)) for g in (0, 1)]
+    alone = [
+        advantages.grpo(values[groups == g], torch.zeros(int((groups == g).sum()), dtype=torch.long)) for g in (0, 1)
+    ]
     together = advantages.grpo(values, groups)
     assert torch.equal(together[groups == 0], alone[0])
     assert torch.equal(together[groups == 1], alone[1])
@@ -29,7 +31,11 @@ def test_groups_do_not_see_each_other() -> None:
 
 def test_advantages_of_a_group_sum_to_zero() -> None:
     values = rewards(0, 0, 1, 0, 1, 1, 0, 0.5)
-    for got in (advantages.grpo(values, ONE_GROUP), advantages.rloo(values, ONE_GROUP), advantages.maxrl(values, ONE_GROUP)):
+    for got in (
+        advantages.grpo(values, ONE_GROUP),
+        advantages.rloo(values, ONE_GROUP),
+        advantages.maxrl(values, ONE_GROUP),
+    ):
         assert float(got.sum()) == pytest.approx(0, abs=1e-9)
 
 

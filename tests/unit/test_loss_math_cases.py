@@ -189,9 +189,7 @@ def _gspo(inputs: Case, expected: Case) -> None:
 @check("cispo")
 def _cispo(inputs: Case, expected: Case) -> None:
     new = tensor(inputs["new"]).requires_grad_()
-    terms = policy_terms.cispo(
-        new, tensor(inputs["old"]), tensor(inputs["adv"]), inputs["eps_low"], inputs["eps_high"]
-    )
+    terms = policy_terms.cispo(new, tensor(inputs["old"]), tensor(inputs["adv"]), inputs["eps_low"], inputs["eps_high"])
     loss = token_mean(terms.loss, mask_of(inputs))
     loss.backward()
     assert same(loss.detach(), expected["loss"])

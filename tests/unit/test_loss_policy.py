@@ -13,7 +13,7 @@ CONF = Path(__file__).parents[2] / "conf" / "loss"
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
 
 
-def tokens(**given: torch.Tensor | None) -> PolicyTokens:
+def tokens(**given: Any) -> PolicyTokens:
     """Two sequences of three and two tokens on which trainer and engine agree, with advantages 1 and -1."""
     logprobs = torch.tensor([[-1.0, -0.5, -2.0], [-0.3, -1.5, 0.0]])
     values: dict[str, Any] = {
@@ -191,7 +191,8 @@ def test_a_wild_token_keeps_loss_and_gradient_finite() -> None:
 
 def test_losses_of_a_longer_step_shrink_with_its_denominators() -> None:
     shares = [
-        float(PolicyLoss().compute(tokens(advantages=MASK * 1.0), Denominators(5 * n, 2 * n)).loss.detach()) for n in (1, 2, 4)
+        float(PolicyLoss().compute(tokens(advantages=MASK * 1.0), Denominators(5 * n, 2 * n)).loss.detach())
+        for n in (1, 2, 4)
     ]
     assert all(first == pytest.approx(2 * second) for first, second in pairwise(shares))
 

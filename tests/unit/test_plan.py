@@ -140,7 +140,7 @@ def test_planning_changes_nothing(tmp_path: Path):
         (
             lambda c: c.update(checks=["tests.small_stages.look"]),
             "checks[0]: tests.small_stages.look; no such name in tests.small_stages; have NoShape, Shape, Source, "
-            "Square, Worker, find_colour",
+            "Square, Worker, die_with_parent, find_colour",
         ),
     ],
 )
@@ -194,4 +194,4 @@ def test_the_text_of_a_plan_names_stages_sizes_what_starts_and_where_outputs_go(
     assert text.index("\nsource ") < text.index("\nworker ")
     for part in ("tests.small_stages.Worker", "steps 3", "source: 1 child process", "2 stage processes", "result.json"):
         assert part in text
-    assert f"outputs  {tmp_path}/" in text
+    assert f"outputs {tmp_path}/" in text

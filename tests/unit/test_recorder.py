@@ -53,7 +53,7 @@ def failed() -> EpisodeRecord:
 
 
 def query(folder: Path, sql: str) -> list[tuple]:
-    return duckdb.sql(sql.replace("EPISODES", f"read_parquet('{folder}/*.parquet')")).fetchall()
+    return duckdb.execute(sql.replace("EPISODES", f"read_parquet('{folder}/*.parquet')")).fetchall()
 
 
 def test_duckdb_reads_episodes_while_the_recorder_is_open(tmp_path: Path) -> None:

@@ -142,7 +142,8 @@ def test_an_experiment_is_at_most_40_lines_and_starts_with_its_command():
     for path in option_files("experiment"):
         lines = path.read_text().splitlines()
         assert len(lines) <= 40, shown(path)
-        assert re.match(rf"# python -m pipelines\.run \+experiment={path.stem}\b", lines[0]), shown(path)
+        assert lines[0] == "# @package _global_", f"{shown(path)}: Hydra reads this only from the first line"
+        assert re.match(rf"# python -m pipelines\.run \+experiment={path.stem}\b", lines[1]), shown(path)
 
 
 def test_names_say_what_a_thing_is():

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from miles_rl.trainer.logprobs import HeadSpec, token_logprobs
 
@@ -72,7 +73,7 @@ class LargestLogits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
+        for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.ndim >= 2 and tensor.shape[-1] == VOCAB:
                 self.rows = max(self.rows, tensor.numel() // VOCAB)
         return result

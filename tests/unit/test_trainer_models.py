@@ -13,7 +13,7 @@ from miles_rl.batch.micro_batch import split
 from miles_rl.batch.rows import Rows
 from miles_rl.trainer.policy_model import PolicyModel
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 16,
     "intermediate_size": 32,

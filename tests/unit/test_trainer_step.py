@@ -1,6 +1,5 @@
 """What one step of the trainer does to the policy, and what it tells."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,23 +74,33 @@ def make_scored(episode: Any, reward: float) -> Any:
     return type(episode)(**(fields | {"reward": reward}))
 
 
-def test_metrics_are_those_of_a_plain_computation(policy: str) -> None:
-    given = batch()
-    metrics = loaded(policy, temperature=0.7).step(given)
+def test_figures_are_those_of_a_plain_computation(policy: str) -> None:
+    given, temperature = batch(), 0.7
+    metrics = loaded(policy, temperature=temperature).step(given)
     module = transformers.AutoModelForCausalLM.from_pretrained(policy).eval()
     trainer, rollout, entropies = [], [], []
-    for trajectory in given.trajectories:
-        ids = torch.from_numpy(trajectory.token_ids).long()
-        with torch.no_grad():
-            log_softmax = torch.log_softmax(module(ids[None]).logits[0] / 0.7, -1).double()
-        where = np.flatnonzero(trajectory.loss_mask)
-        trainer.append(log_softmax[where - 1, ids[where]])
-        entropies.append(-(log_softmax.exp() * log_softmax).sum(-1)[where - 1])
-        rollout.append(torch.from_numpy(trajectory.logprobs[where]).double())
+    loss = torch.zeros(())
+    for group in given.groups:
+        rewards = np.array([t.reward for t in group.trajectories])
+        for trajectory in group.trajectories:
+            advantage = (trajectory.reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+            ids = torch.from_numpy(trajectory.token_ids).long()
+            log_softmax = torch.log_softmax(module(ids[None]).logits[0] / temperature, -1)
+            where = np.flatnonzero(trajectory.loss_mask)
+            logprobs, sampled = log_softmax[where - 1, ids[where]], torch.from_numpy(trajectory.logprobs[where])
+            weight = (logprobs - sampled).exp().clamp(max=2).detach()
+            loss = loss - (weight * advantage * (logprobs - logprobs.detach()).exp()).mean() / 12
+            trainer.append(logprobs.detach().double())
+            rollout.append(sampled.double())
+            entropies.append(-(log_softmax.exp() * log_softmax).sum(-1)[where - 1].detach())
+    loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
     ratio = torch.cat(trainer) - torch.cat(rollout)
     k3 = ratio.exp() - 1 - ratio
     weights = ratio.exp().clamp(0, 2)
     expected = {
+        "train/loss": loss.detach(),
+        "train/grad_norm": gradient.norm(),
         "train/train_rollout_kl": k3.mean(),
         "train/train_rollout_kl_p50": k3.sort().values[-(-len(k3) // 2) - 1],
         "train/train_rollout_kl_p99": k3.sort().values[-(-len(k3) * 99 // 100) - 1],
@@ -202,8 +211,12 @@ def test_two_steps_per_batch_make_the_clip_act_and_keep_the_groups(policy: str) 
     assert trainer._session is not None
     assert trainer._session._learner.num_optimizer_steps == 2
     # The divergence from the engine is that of the weights before the batch, not of those moved halfway.
-    assert metrics["train/train_rollout_kl"] == pytest.approx(loaded(policy).step(given)["train/train_rollout_kl"], rel=1e-5)
-    with pytest.raises(ValueError, match=r"optimizer_steps_per_batch: 13; a batch has only 12 trajectories: give fewer"):
+    assert metrics["train/train_rollout_kl"] == pytest.approx(
+        loaded(policy).step(given)["train/train_rollout_kl"], rel=1e-5
+    )
+    with pytest.raises(
+        ValueError, match=r"optimizer_steps_per_batch: 13; a batch has only 12 trajectories: give fewer"
+    ):
         loaded(policy, optimizer_steps_per_batch=13).step(given)
 
 

@@ -222,7 +222,7 @@ def test_a_missing_or_wrong_checkpoint_is_an_error_and_never_a_fresh_start(tmp_p
     trainer.save(str(tmp_path / "saved"))
     with pytest.raises(ValueError, match="are not those that the checkpoint was saved with"):
         trainer.load(write_policy(tmp_path / "other", seed=1), str(tmp_path / "saved"))
-    with pytest.raises(ValueError, match="belongs to another model: model.layers.2"):
+    with pytest.raises(ValueError, match=r"belongs to another model: model\.layers\.2"):
         trainer.load(write_policy(tmp_path / "deeper", num_hidden_layers=3), str(tmp_path / "saved"))
     with pytest.raises(ValueError, match=r"^trainer\.dtype: bfloat16; the checkpoint has float32: give that$"):
         make_trainer(PolicyLoss(), dtype="bfloat16").load(source, str(tmp_path / "saved"))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from miles_rl.engine.embedded.kv import KvShape
 from miles_rl.engine.embedded.weights import Tensors, check_shapes
 
-AttentionFunction = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+AttentionFunction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +166,7 @@ class Qwen3:
         self.head = self.embedding if config.tie_word_embeddings else take("lm_head.weight")
         self.layers = [_Layer(config, take, f"model.layers.{i}.") for i in range(config.num_layers)]
         self._cos, self._sin = self._rotations(0)
+        self._eps = torch.tensor(config.rms_norm_eps, device=device)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor in force, under the names in the model's files."""
@@ -181,7 +182,7 @@ class Qwen3:
     ) -> torch.Tensor:
         """Last hidden states [N, hidden] before the final norm, of tokens `ids` [N] at `positions` [N] below `longest`.
 
-        `attend(layer, queries [N, H, D], new keys then values [N, 2K, D])` stores and attends; returns [N, H * D].
+        `attend(layer, queries [N, H, D], keys [N, K, D], values [N, K, D])` stores and attends; returns [N, H * D].
         """
         config = self.config
         num_qk = config.num_heads + config.num_kv_heads
@@ -193,12 +194,11 @@ class Qwen3:
             qkv = F.linear(self._rms_norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
             qkv = qkv.view(x.shape[0], num_qk + config.num_kv_heads, config.head_dim)
             qk = self._rms_norm(qkv[:, :num_qk], layer.qk_norm)
-            qk = qk * cos + qk.roll(config.head_dim // 2, -1) * sin
-            new_kv = torch.cat([qk[:, config.num_heads :], qkv[:, num_qk:]], dim=1)
-            attended = attend(index, qk[:, : config.num_heads], new_kv)
+            qk = torch.addcmul(qk * cos, qk.roll(config.head_dim // 2, -1), sin)
+            attended = attend(index, qk[:, : config.num_heads], qk[:, config.num_heads :], qkv[:, num_qk:])
             x = x + F.linear(attended, layer.out, layer.out_bias)
             gate, up = F.linear(self._rms_norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
+            x = x + F.linear(F.silu(gate).mul_(up), layer.down)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,9 @@ class Qwen3:
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if self.dtype is torch.float32:
-            return F.rms_norm(x, (x.shape[-1],), None, self.config.rms_norm_eps).mul_(weight)
+            # Fewer and cheaper operations than torch's own on a CPU.
+            norm = torch.linalg.vector_norm(x, 2, -1, True)
+            return (x * torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()).mul_(weight)
         return weight * F.rms_norm(x.float(), (x.shape[-1],), None, self.config.rms_norm_eps).to(self.dtype)
 
     def _rotations(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:

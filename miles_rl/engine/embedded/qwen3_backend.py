@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from miles_rl.engine.embedded.attention import Attention
 from miles_rl.engine.embedded.backend import Admission, CacheFigures, StepOutput
-from miles_rl.engine.embedded.kv import Attention, BlockStore, KvRows
+from miles_rl.engine.embedded.kv import BlockStore, KvRows
 from miles_rl.engine.embedded.prefix_cache import PrefixCache
 from miles_rl.engine.embedded.qwen3 import Qwen3, Qwen3Config
 from miles_rl.engine.embedded.request import Request
