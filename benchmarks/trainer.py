@@ -57,7 +57,7 @@ def main() -> None:
 
 def compare(args: argparse.Namespace, model: torch.nn.Module, folder: str, flat_groups: int) -> None:
     """Print one line for a batch of which `flat_groups` of 8 groups have equal rewards."""
-    batch = make_batch(np.random.default_rng(0), args.vocab_size, *args.tokens, flat_groups)
+    batch = make_batch(np.random.default_rng(0), args.vocab_size, args.tokens[0], args.tokens[1], flat_groups)
     trainer = TorchTrainer(
         PolicyLoss(),
         parallelism={"data": 1},
@@ -74,7 +74,8 @@ def compare(args: argparse.Namespace, model: torch.nn.Module, folder: str, flat_
     def ours() -> None:
         trainer.step(batch)
 
-    plain(), ours()
+    plain()
+    ours()
     times = [(measure(plain, args.device), measure(ours, args.device)) for _ in range(args.repeats)]
     theirs, mine = (statistics.median(column) for column in zip(*times, strict=True))
     num_tokens = sum(len(t.token_ids) for t in batch.trajectories)

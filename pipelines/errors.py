@@ -153,5 +153,6 @@ def _composition(message: str, overrides: Sequence[str]) -> Problem:
         return Problem(found[1], found[2], f"to sweep over these add -m; for a list write {found[1]}=[{found[2]}]")
     found = re.search(r"Multiple values for (\S+)\.", message)
     if found:
-        return Problem(found[1], "given twice", f"write {found[1]}=option once, without a +")
+        value = next((o.partition("=")[2] for o in overrides if o.startswith(f"+{found[1]}=")), "?")
+        return Problem(found[1], value, f"the key exists; write {found[1]}={value} without the +")
     return Problem("config", " ".join(overrides), message.splitlines()[0])

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 def main() -> None:
     """Compose the config of the command line and run it; with `-m` run each of the sweep's, one after the other."""
     codes: list[int] = []
-    full_errors = os.environ.get("HYDRA_FULL_ERROR", "0") != "0"
+    full_errors = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and we print one line
 
     @hydra.main(version_base="1.3", config_path="../conf", config_name="run")
@@ -50,10 +50,13 @@ def main() -> None:
         job()
     except Exception as error:
         problem = explain(error, [word for word in sys.argv[1:] if not word.startswith("-")])
-        if full_errors or problem is None:
+        if full_errors == "1" or problem is None:
             raise
         print(problem.line, file=sys.stderr)
         codes.append(CONFIG_ERROR)
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR")
+        os.environ.update({"HYDRA_FULL_ERROR": full_errors} if full_errors else {})
     sys.exit(max(codes, default=0))
 
 

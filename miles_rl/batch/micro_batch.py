@@ -81,7 +81,7 @@ def build(rows: Rows, chosen: Sequence[int], layout: Layout) -> MicroBatch:
     else:
         starts = np.cumsum([0, *map(len, inputs[:-1])])
         input_ids = np.concatenate(inputs)[None]
-        position_ids = torch.from_numpy(np.concatenate([np.arange(len(tokens)) for tokens in inputs])[None])
+        position_ids = torch.as_tensor(np.concatenate([np.arange(len(tokens)) for tokens in inputs])[None])
         lines = np.zeros(sum(counts), np.int64)
         columns = np.concatenate([p + start for p, start in zip(positions, starts, strict=True)])
     index = torch.tensor(list(chosen), dtype=torch.int64)
@@ -89,9 +89,9 @@ def build(rows: Rows, chosen: Sequence[int], layout: Layout) -> MicroBatch:
     return MicroBatch(
         rows=index,
         mask=mask,
-        input_ids=torch.from_numpy(input_ids),
+        input_ids=torch.as_tensor(input_ids),
         position_ids=position_ids,
-        lines=torch.from_numpy(lines.astype(np.int64)),
-        columns=torch.from_numpy(columns),
+        lines=torch.as_tensor(lines.astype(np.int64)),
+        columns=torch.as_tensor(columns),
         targets=rows.targets[index, : max(counts)][mask],
     )

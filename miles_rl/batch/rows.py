@@ -69,9 +69,9 @@ class Rows:
                 t.token_ids[: chosen[-1]].astype(np.int64) for t, chosen in zip(trajectories, where, strict=True)
             ),
             positions=tuple(chosen.astype(np.int64) - 1 for chosen in where),
-            mask=torch.from_numpy(mask),
-            targets=torch.from_numpy(targets),
-            rollout_logprobs=torch.from_numpy(logprobs),
+            mask=torch.as_tensor(mask),
+            targets=torch.as_tensor(targets),
+            rollout_logprobs=torch.as_tensor(logprobs),
             rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
-            groups=torch.from_numpy(np.unique(group_ids, return_inverse=True)[1].reshape(-1).astype(np.int64)),
+            groups=torch.as_tensor(np.unique(group_ids, return_inverse=True)[1].reshape(-1).astype(np.int64)),
         )

@@ -72,7 +72,7 @@ class WarmStarted:
     def _write(self, suite: Suite, key: str, folder: Path, progress: Progress | None) -> None:
         import torch
 
-        from miles_rl.model.tokenizer import train_tokenizer
+        from miles_rl.model.tokenizer import END, PAD, SPECIAL, train_tokenizer
         from miles_rl.rollout.chat import ChatRenderer
         from miles_rl.trainer.warm_start import (
             build_model,
@@ -94,8 +94,8 @@ class WarmStarted:
                 model = build_model(
                     self._architecture,
                     self._vocab_size,
-                    pad_token_id=tokenizer.pad_token_id,
-                    eos_token_id=tokenizer.eos_token_id,
+                    pad_token_id=SPECIAL.index(PAD),
+                    eos_token_id=SPECIAL.index(END),
                 )
                 model.config.save_pretrained(folder)  # the renderer reads it
                 renderer = ChatRenderer(str(folder))

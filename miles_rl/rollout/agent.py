@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ class Agent:
     observation_chars: int
     request_timeout_s: float
     lease_timeout_s: float
+    seed: int
     system_prompt: str | None = None
 
     def __post_init__(self) -> None:
@@ -42,9 +44,11 @@ class Agent:
         """The bounds that the episode itself enforces."""
         return EpisodeLimits(self.max_turns, self.wall_clock_s, self.command_timeout_s, self.observation_chars)
 
-    def sampling_params(self, max_new_tokens: int, stop_token_ids: list[int]) -> Mapping[str, Any]:
-        """The `sampling_params` of one request."""
+    def sampling_params(self, request_id: str, max_new_tokens: int, stop_token_ids: list[int]) -> Mapping[str, Any]:
+        """The `sampling_params` of one request: the same seed, request and weights give the same reply."""
+        digest = hashlib.sha256(f"{self.seed}/{request_id}".encode()).digest()
         return {
+            "sampling_seed": int.from_bytes(digest[:4], "big") >> 1,
             "max_new_tokens": max_new_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,

@@ -50,11 +50,12 @@ class TokenPolicy:
         if room < 1:
             return Reply("", "budget")
         limit = min(self._agent.turn_tokens, room)
+        request_id = f"{self._session}/{len(self.spans)}"
         try:
             generation = await self._client.generate(
                 self._ids,
-                self._agent.sampling_params(limit, self._renderer.stop_token_ids),
-                rid=f"{self._session}/{len(self.spans)}",
+                self._agent.sampling_params(request_id, limit, self._renderer.stop_token_ids),
+                rid=request_id,
                 routing_key=self._session,
                 timeout_s=min(timeout_s, self._agent.request_timeout_s),
             )

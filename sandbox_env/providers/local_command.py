@@ -232,6 +232,8 @@ class CommandRunner:
             resource.setrlimit(resource.RLIMIT_CPU, UNLIMITED)
             os.write(self._oom_score_fd, b"%d" % self._oom_score)
             os.chdir("/")
+        # The hard limit could not be taken back from this process, so it is set on the child, which runs by now. What
+        # the child may have started in that moment still has the soft one.
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_CPU, (limit, limit + 1))
         return pid

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from sandbox_env.providers import local_wire
-from sandbox_env.providers.local_launcher import Launcher
 from sandbox_env.sandbox import ExecResult, SandboxError
 
 GRACE_S = 10.0
@@ -17,13 +16,25 @@ TRANSFER_TIMEOUT_S = 60.0
 MAX_TIMEOUT_S = 1e6
 
 
+class BoxEnder(Protocol):
+    """What a box needs of the launcher that made it."""
+
+    def kill(self, box_id: str) -> None:
+        """Ask for the end of the box."""
+        ...
+
+    async def end(self, box_id: str) -> str:
+        """End the box and wait until it is gone. Raises `SandboxError` if it stays."""
+        ...
+
+
 class LocalSandbox:
     """One box. Requests go to it one at a time; one that is cut short (cancelled, late, malformed) ends the box."""
 
     def __init__(
         self,
         box_id: str,
-        launcher: Launcher,
+        launcher: BoxEnder,
         channel: socket.socket,
         *,
         workdir: str,

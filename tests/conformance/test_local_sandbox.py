@@ -258,6 +258,7 @@ async def test_when_the_launcher_is_killed_its_sandboxes_fail_and_new_ones_can_b
         running = asyncio.create_task(sandbox.exec(f"exec -a {marker} sleep 300", timeout_s=300))
         while not host_processes(marker):
             await asyncio.sleep(0.01)
+        assert provider._launcher is not None
         provider._launcher._process.kill()
         with pytest.raises(SandboxError):
             await asyncio.wait_for(running, 20)
@@ -276,6 +277,7 @@ async def test_stopping_the_provider_ends_every_sandbox_and_its_processes(task):
     for _ in range(3):
         sandbox = await provider.create(task)
         await sandbox.exec(f"(exec -a {marker} sleep 300) &", timeout_s=10)
+    assert provider._launcher is not None
     process = provider._launcher._process
     assert len(host_processes(marker)) == 3
     await provider.stop()
@@ -318,6 +320,7 @@ async def test_nothing_survives_the_process_that_made_it(tmp_path):
 async def test_cgroups_are_removed_with_the_provider(task):
     provider = LocalProvider()
     await provider.start("cgroups")
+    assert provider._cgroups is not None
     if not provider._cgroups.usable:
         await provider.stop()
         pytest.skip("no cgroup can be made here")
@@ -362,7 +365,7 @@ async def test_a_bubblewrap_that_may_not_make_namespaces_gives_the_remedy_and_ru
     ],
 )
 async def test_limits_that_make_no_sense_are_refused(options, says):
-    with pytest.raises(ValueError, match="sandbox.provider") as caught:
+    with pytest.raises(ValueError, match=r"sandbox\.provider") as caught:
         LocalProvider(**options)
     assert str(caught.value).startswith(says)
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from miles_rl.batch.partition import karmarkar_karp
 from miles_rl.loss import advantages, corrections, policy_terms
-from miles_rl.loss.aggregation import aggregate
+from miles_rl.loss.aggregation import Aggregation, aggregate
 from miles_rl.loss.base import Denominators
 from miles_rl.loss.kl import kl
 from miles_rl.preflight import _support
@@ -218,7 +218,8 @@ def _dppo(inputs: Case, expected: Case) -> None:
 def _aggregation(inputs: Case, expected: Case) -> None:
     losses, mask = tensor(inputs["loss"]), mask_of(inputs)
     denominators = Denominators.of(mask)
-    for mode, value in expected.items():
+    for mode in get_args(Aggregation):
+        value = expected[mode]
         norm_tokens = losses.shape[-1] if mode == "seq-mean-token-sum-norm" else None
         assert same(aggregate(losses, mask, mode, denominators, norm_tokens), value)
     # A sequence that never had a token is not counted, as in verl. One that lost them all to a rejection is, as in

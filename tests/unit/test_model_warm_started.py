@@ -9,7 +9,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from miles_rl.model.recipe import Architecture, WarmStartOptions, recipe_key
 from miles_rl.model.warm_started import RECIPE, SHIPPED, WarmStarted, is_intact
@@ -61,7 +61,7 @@ def test_the_policy_is_trained_once_and_then_taken_from_the_cache(tmp_path: Path
 
 def test_the_folder_is_a_complete_hugging_face_model(tmp_path: Path) -> None:
     folder = source(tmp_path).prepare(Copies())
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = Qwen3ForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.float32
     renderer = ChatRenderer(folder)
     assert renderer.context_length == 128

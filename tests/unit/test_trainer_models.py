@@ -26,6 +26,12 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    return SMALL | changes
+
+
 ARCHITECTURES = {
     "llama_untied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=False),
     "gemma2_softcap": lambda: transformers.Gemma2Config(**SMALL, query_pre_attn_scalar=8, sliding_window=6),
@@ -34,7 +40,7 @@ ARCHITECTURES = {
     "gpt2_learned_positions": lambda: transformers.GPT2Config(
         vocab_size=VOCAB_SIZE, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2
     ),
-    "phi_biased_head": lambda: transformers.PhiConfig(**(SMALL | {"num_key_value_heads": 2})),
+    "phi_biased_head": lambda: transformers.PhiConfig(**small(num_key_value_heads=2)),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, decoder_sparse_step=1
     ),
@@ -77,10 +83,7 @@ def test_logprobs_equal_those_of_the_model_itself(name: str, layout: Any, tmp_pa
 
 
 def test_an_unknown_way_to_compute_logits_is_refused(tmp_path: Path) -> None:
-    sizes = {k: v for k, v in SMALL.items() if k not in ("head_dim", "initializer_range")}
-    config = transformers.RecurrentGemmaConfig(
-        **(sizes | {"num_hidden_layers": 3}), lru_width=16, logits_soft_cap=0.5, attention_window_size=8
-    )
+    config = transformers.RecurrentGemmaConfig(**small(num_hidden_layers=3), lru_width=16, logits_soft_cap=0.5)
     folder = save(config, tmp_path)
     with pytest.raises(ValueError, match=r"^trainer: RecurrentGemmaForCausalLM computes its logits in a way that"):
         read(folder)

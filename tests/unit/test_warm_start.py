@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers import Qwen3ForCausalLM
 
 from miles_rl.model.recipe import Architecture, WarmStartOptions
 from miles_rl.model.tokenizer import train_tokenizer
@@ -43,12 +44,12 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     return ChatRenderer(str(folder))
 
 
-def new_model() -> torch.nn.Module:
+def new_model() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     return build_model(SHAPE, 280, pad_token_id=0, eos_token_id=4)
 
 
-def mean_loss(model: torch.nn.Module, examples: list[Example]) -> float:
+def mean_loss(model: Qwen3ForCausalLM, examples: list[Example]) -> float:
     with torch.no_grad():
         return negative_log_likelihood(model, examples).item() / num_policy_tokens(examples)
 

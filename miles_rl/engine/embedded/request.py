@@ -68,7 +68,7 @@ class Request:
     prompt_logprobs: list[float] = field(default_factory=list)
     finish_reason: dict[str, Any] | None = None
     error: str | None = None
-    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    rng: random.Random = field(default_factory=random.Random)
     created_s: float = field(default_factory=time.monotonic)
     finished_s: float = 0.0
     serial: int = field(default_factory=lambda: next(_serial))
