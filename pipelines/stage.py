@@ -20,7 +20,12 @@ class Stage(Protocol):
     """Start in topological order, stop in reverse. `status` is the heartbeat: a small dict of figures.
 
     A `status` that raises, or does not answer in time, fails the run with the stage's name; background work of a
-    component reports its failure this way.
+    component reports its failure this way. It is also asked while `start` runs, for progress; then an error means
+    nothing, since `start` tells its own.
+
+    Two methods are optional. `async facts()` gives what `result.json` should know of the stage, once all are up.
+    `describe(options)`, a static or class method, gives the sizes that a plan shows for the options of a config, and
+    under `starts` a phrase for what the stage would start.
     """
 
     async def start(self) -> None:

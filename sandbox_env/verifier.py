@@ -20,6 +20,7 @@ from sandbox_env.task import Task
 
 LOGS = "/logs/verifier"
 MAX_REPORT_BYTES = 1 << 20
+SUMMARY_BYTES = 1 << 16
 CLEAR = f"mkdir -p /tests {LOGS}; find /tests {LOGS} -mindepth 1 -delete"
 RUN = f"cd {{workdir}} 2>/dev/null || cd /; bash /tests/test.sh > {LOGS}/test-stdout.txt 2>&1"
 TEST_SUMMARY = re.compile(r"\b\d+ (passed|failed|error|errors)\b|\bRan \d+ tests?\b|^(ok|not ok) \d+", re.MULTILINE)
@@ -107,5 +108,5 @@ async def _tests_ran(sandbox: Sandbox) -> bool:
             return int(json.loads(report)["results"]["summary"]["tests"]) > 0
         except (ValueError, KeyError, TypeError):
             return False
-    stdout = await sandbox.download(f"{LOGS}/test-stdout.txt", max_bytes=MAX_REPORT_BYTES)
-    return stdout is not None and TEST_SUMMARY.search(stdout.decode(errors="replace")) is not None
+    tail = await sandbox.exec(f"tail -c {SUMMARY_BYTES} {LOGS}/test-stdout.txt", timeout_s=30.0, cwd="/")
+    return TEST_SUMMARY.search(tail.output) is not None

@@ -136,22 +136,21 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def write_shipped(name: str = "tiny") -> Path:
-    """Train the policy of `conf/model/<name>.yaml` on the default suite and put it into the shipped folder."""
+def write_shipped(model: Path, suite: Path, target: Path) -> None:
+    """Train the policy of the config file `model` on that of `suite`, and replace `target` with it when it is done."""
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
-
-    conf = Path(__file__).parents[2] / "conf"
-    source = instantiate(OmegaConf.load(conf / "model" / f"{name}.yaml"), _convert_="all")
-    suite = instantiate(OmegaConf.load(conf / "suite" / "minibench.yaml"), _convert_="all")
-    shutil.rmtree(SHIPPED / name, ignore_errors=True)
 
     def progress(step: int, steps: int, loss: float) -> None:
         if step % 100 == 0 or step == steps:
             print(f"warm start {step}/{steps}, loss {loss:.3f}", flush=True)
 
-    return source.train(suite, SHIPPED / name, progress)
+    source, tasks = (instantiate(OmegaConf.load(path), _convert_="all") for path in (model, suite))
+    made = source.train(tasks, target.with_name(f"{target.name}.new"), progress)
+    shutil.rmtree(target, ignore_errors=True)
+    made.rename(target)
 
 
 if __name__ == "__main__":
-    print(write_shipped())
+    conf = Path(__file__).parents[2] / "conf"
+    write_shipped(conf / "model" / "tiny.yaml", conf / "suite" / "minibench.yaml", SHIPPED / "tiny")

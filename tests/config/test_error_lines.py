@@ -39,7 +39,10 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         ("plan_onli=true", "plan_onli: true; no such key; did you mean 'plan_only'?"),
         ("rolout.concurrency=5", "rolout: 5; no such key; did you mean 'rollout'?"),
         ("rollout.concurency=64", "rollout.concurency: 64; no such key; did you mean 'concurrency'?"),
-        ("+rollout.concurency=64", "rollout.concurency: 64; Rollout takes no 'concurency'; did you mean 'concurrency'?"),
+        (
+            "+rollout.concurency=64",
+            "rollout.concurency: 64; Rollout takes no 'concurency'; did you mean 'concurrency'?",
+        ),
         ("~rollout.concurrency", "rollout.concurrency: missing; Rollout needs it; set it"),
         ("stages.rollout.neds=[data]", "stages.rollout.neds: [data]; no such key; did you mean 'needs'?"),
         (
@@ -60,8 +63,10 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         ("rollout.mode=asink", "rollout.mode: asink; must be one of async, sync; did you mean 'async'?"),
         ("trainer.lr=high", "trainer.lr: high; must be a number"),
         ("loss.clip_low='0.2'", "loss.clip_low: 0.2; must be a number; write it without quotes"),
-        ("trainer._target_=os.system", "trainer._target_: os.system; is outside miles_rl., sandbox_env., pipelines.; "
-         "add a wrapper class there"),
+        (
+            "trainer._target_=os.system",
+            "trainer._target_: os.system; is outside miles_rl., sandbox_env., pipelines.; add a wrapper class there",
+        ),
         (
             "trainer._target_=miles_rl.trainer.torch.TorchTriner",
             "trainer._target_: miles_rl.trainer.torch.TorchTriner; no such name in miles_rl.trainer.torch; "
@@ -89,7 +94,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
             "admitted; give 1 or more, or rollout=sync",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_command_line_gives_one_line(
     word: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
@@ -150,3 +155,17 @@ def test_help_explains_groups_options_and_examples(
     assert ended.value.code in (0, None)
     assert "dataset: train69, train8" in told
     assert told.count("python -m pipelines.run ") >= 4
+
+
+def test_a_sweep_runs_all_its_jobs_and_fails_if_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["miles-run", "-m", "seed=-1,1,2", "plan_only=true", "run_dir=runs/s"])
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    told = capsys.readouterr()
+    assert ended.value.code == 2
+    assert told.err == "seed: -1; must be at least 0\n"
+    assert sorted(path.name for path in (tmp_path / "runs/s").iterdir() if path.is_dir()) == ["1", "2"]
+    assert (tmp_path / "runs/s/2/plan.txt").read_text().startswith("minibench  seed 2  ")

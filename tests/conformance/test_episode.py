@@ -160,7 +160,7 @@ async def test_the_agent_never_sees_the_tests(world: tuple[Task, Sandbox]) -> No
 REWARDS = [
     ("echo 0.25 > /logs/verifier/reward.txt", 0.25, ""),
     (f"{PROOF}; echo 0 > /logs/verifier/reward.txt; exit 1", 0.0, ""),
-    ("echo '3 failed in 0.1s'; echo 0 > /logs/verifier/reward.txt", 0.0, ""),
+    ("seq 300000; echo '3 failed in 0.1s'; echo 0 > /logs/verifier/reward.txt", 0.0, ""),
     (f"{PASS}; echo '{{\"reward\": 0.5}}' > /logs/verifier/reward.json", 0.5, ""),
     ("echo 0 > /logs/verifier/reward.txt", None, "no proof that tests ran"),
     ("uv run pytest; echo 0 > /logs/verifier/reward.txt", None, "no proof that tests ran"),

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from transformers import Qwen3ForCausalLM
 
 from miles_rl.model.recipe import Architecture, WarmStartOptions, recipe_key
-from miles_rl.model.warm_started import RECIPE, SHIPPED, WarmStarted, is_intact
+from miles_rl.model.warm_started import RECIPE, SHIPPED, WarmStarted, is_intact, write_shipped
 from miles_rl.rollout.chat import ChatRenderer
 from sandbox_env.suites.base import Demonstration, DemoTurn
 from sandbox_env.task import Task
@@ -66,8 +66,7 @@ def test_the_folder_is_a_complete_hugging_face_model(tmp_path: Path) -> None:
     renderer = ChatRenderer(folder)
     assert renderer.context_length == 128
     ids = renderer.prompt([{"role": "user", "content": "Copy kastel1.txt to lorin.md."}])
-    output = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)
-    assert output.shape[1] > len(ids)
+    assert model(input_ids=torch.tensor([ids])).logits.shape == (1, len(ids), 280)
     assert model.generation_config.eos_token_id == renderer.stop_token_ids[0]
 
 
@@ -134,6 +133,20 @@ def test_the_shipped_policy_is_the_one_of_the_default_config() -> None:
     remedy = "run `python -m miles_rl.model.warm_started` and commit the shipped folder"
     assert is_intact(SHIPPED / "tiny", tiny.key(suite)), remedy
     assert tiny.prepare(suite, lambda *_: pytest.fail("trained")) == str(SHIPPED / "tiny")
+
+
+def test_the_command_that_remakes_the_shipped_policy_replaces_it(tmp_path: Path) -> None:
+    config = OmegaConf.load(CONF / "model" / "tiny.yaml")
+    config.vocab_size, config.warm_start.num_demonstrations, config.warm_start.steps = 512, 200, 2
+    OmegaConf.save(config, tmp_path / "model.yaml")
+    target = tmp_path / "shipped" / "tiny"
+    target.mkdir(parents=True)
+    (target / "old").touch()
+    write_shipped(tmp_path / "model.yaml", CONF / "suite" / "minibench.yaml", target)
+    suite = instantiate(OmegaConf.load(CONF / "suite" / "minibench.yaml"), _convert_="all")
+    assert is_intact(target, instantiate(config, _convert_="all").key(suite))
+    assert [path.name for path in target.parent.iterdir()] == ["tiny"]
+    assert not (target / "old").exists()
 
 
 def test_the_shipped_policy_is_at_most_five_megabytes() -> None:

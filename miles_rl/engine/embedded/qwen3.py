@@ -107,6 +107,11 @@ def why_not(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _projection(weight: torch.Tensor) -> torch.Tensor:
+    """`weight` [out, in] as [in, out]. On a CPU in that order in memory too: small batches are up to twice as fast."""
+    return weight.t().contiguous() if weight.device.type == "cpu" else weight.t()
+
+
 class _Layer:
     """The tensors of one block, products merged; the file's own tensors are views into them."""
 
@@ -119,13 +124,14 @@ class _Layer:
             [self.q_norm.expand(config.num_heads, -1), self.k_norm.expand(config.num_kv_heads, -1)]
         )
         names = [f"{attention}{name}_proj" for name in "qkv"]
-        self.qkv = torch.cat([take(f"{name}.weight") for name in names])
+        self.qkv = _projection(torch.cat([take(f"{name}.weight") for name in names]))
         biased = config.attention_bias
         self.qkv_bias = torch.cat([take(f"{name}.bias") for name in names]) if biased else None
-        self.out = take(f"{attention}o_proj.weight")
+        self.out = _projection(take(f"{attention}o_proj.weight"))
         self.out_bias = take(f"{attention}o_proj.bias") if biased else None
-        self.gate_up = torch.cat([take(f"{prefix}mlp.gate_proj.weight"), take(f"{prefix}mlp.up_proj.weight")])
-        self.down = take(f"{prefix}mlp.down_proj.weight")
+        gate, up = take(f"{prefix}mlp.gate_proj.weight"), take(f"{prefix}mlp.up_proj.weight")
+        self.gate_up = _projection(torch.cat([gate, up]))
+        self.down = _projection(take(f"{prefix}mlp.down_proj.weight"))
 
     def named(self, config: Qwen3Config, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors under the names in the model's files."""
@@ -135,17 +141,21 @@ class _Layer:
         yield f"{prefix}post_attention_layernorm.weight", self.post_norm
         yield f"{attention}q_norm.weight", self.q_norm
         yield f"{attention}k_norm.weight", self.k_norm
-        for kind, merged in (("weight", self.qkv), ("bias", self.qkv_bias)):
+        for kind, merged in (("weight", self.qkv.t()), ("bias", self.qkv_bias)):
             if merged is not None:
                 for name, part in zip("qkv", merged.split(sizes), strict=True):
                     yield f"{attention}{name}_proj.{kind}", part
-        yield f"{attention}o_proj.weight", self.out
+        yield f"{attention}o_proj.weight", self.out.t()
         if self.out_bias is not None:
             yield f"{attention}o_proj.bias", self.out_bias
-        gate, up = self.gate_up.chunk(2)
+        gate, up = self.gate_up.t().chunk(2)
         yield f"{prefix}mlp.gate_proj.weight", gate
         yield f"{prefix}mlp.up_proj.weight", up
-        yield f"{prefix}mlp.down_proj.weight", self.down
+        yield f"{prefix}mlp.down_proj.weight", self.down.t()
+
+
+def _product(x: torch.Tensor, projection: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x @ projection if bias is None else torch.addmm(bias, x, projection)
 
 
 class Qwen3:
@@ -163,7 +173,7 @@ class Qwen3:
 
         self.embedding = take("model.embed_tokens.weight")
         self.norm = take("model.norm.weight")
-        self.head = self.embedding if config.tie_word_embeddings else take("lm_head.weight")
+        self.head = _projection(self.embedding if config.tie_word_embeddings else take("lm_head.weight"))
         self.layers = [_Layer(config, take, f"model.layers.{i}.") for i in range(config.num_layers)]
         self._cos, self._sin = self._rotations(0)
         self._eps = torch.tensor(config.rms_norm_eps, device=device)
@@ -173,7 +183,7 @@ class Qwen3:
         yield "model.embed_tokens.weight", self.embedding
         yield "model.norm.weight", self.norm
         if self._names_tied_head or not self.config.tie_word_embeddings:
-            yield "lm_head.weight", self.head
+            yield "lm_head.weight", self.head.t()
         for index, layer in enumerate(self.layers):
             yield from layer.named(self.config, f"model.layers.{index}.")
 
@@ -191,19 +201,19 @@ class Qwen3:
         cos, sin = self._cos[positions], self._sin[positions]
         x = F.embedding(ids, self.embedding)
         for index, layer in enumerate(self.layers):
-            qkv = F.linear(self._rms_norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+            qkv = _product(self._rms_norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
             qkv = qkv.view(x.shape[0], num_qk + config.num_kv_heads, config.head_dim)
             qk = self._rms_norm(qkv[:, :num_qk], layer.qk_norm)
             qk = torch.addcmul(qk * cos, qk.roll(config.head_dim // 2, -1), sin)
             attended = attend(index, qk[:, : config.num_heads], qk[:, config.num_heads :], qkv[:, num_qk:])
-            x = x + F.linear(attended, layer.out, layer.out_bias)
-            gate, up = F.linear(self._rms_norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate).mul_(up), layer.down)
+            x = x + _product(attended, layer.out, layer.out_bias)
+            gate, up = (self._rms_norm(x, layer.post_norm) @ layer.gate_up).chunk(2, dim=-1)
+            x = x + F.silu(gate).mul_(up) @ layer.down
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocab_size] from hidden states [N, hidden]."""
-        return F.linear(self._rms_norm(hidden, self.norm), self.head)
+        return self._rms_norm(hidden, self.norm) @ self.head
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if self.dtype is torch.float32:
