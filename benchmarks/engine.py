@@ -182,10 +182,8 @@ def compare(repeats: int) -> list[dict[str, Any]]:
                 core, http, other = (statistics.median(values) for values in rates.values())
                 row = {"model": name, "batch": batch, "core": core, "http": http, "transformers": other}
                 rows.append({**row, "core_ratio": core / other, "http_ratio": http / other})
-                print(
-                    f"{name:>6} {batch:>8} {core:8.0f} {http:8.0f} {other:9.0f} {core / other:9.2f} {http / other:9.2f}",
-                    flush=True,
-                )
+                figures = f"{core:8.0f} {http:8.0f} {other:9.0f} {core / other:9.2f} {http / other:9.2f}"
+                print(f"{name:>6} {batch:>8} {figures}", flush=True)
     return rows
 
 

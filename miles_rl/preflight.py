@@ -129,28 +129,41 @@ def _lengths(config: Config) -> Iterator[Finding]:
 
 
 def _support(config: Config) -> Iterator[Finding]:
-    rollout, correction = config["rollout"]["agent"], config["loss"].get("correction", "none")
-    if (rollout["top_p"] < 1 or rollout["top_k"] > 0) and correction != "none":
+    rollout, loss = config["rollout"]["agent"], config["loss"]
+    uses_ratio = loss.get("correction", "none") != "none" or loss.get("old_logprobs") == "rollout"
+    if (rollout["top_p"] < 1 or rollout["top_k"] > 0) and uses_ratio:
         yield _finding(
             "error",
             "rollout.agent.top_p" if rollout["top_p"] < 1 else "rollout.agent.top_k",
             rollout["top_p"] if rollout["top_p"] < 1 else rollout["top_k"],
             "log-probabilities are over the whole vocabulary and the samples are not, so every importance ratio is off"
             " by the mass that was kept",
-            "give top_p=1 and top_k=-1, or loss.correction=none",
+            "give top_p=1 and top_k=-1, or loss.correction=none with loss.old_logprobs=recomputed",
         )
 
 
 def _clip(config: Config) -> Iterator[Finding]:
     loss = config["loss"]
     single = config["trainer"].get("optimizer_steps_per_batch") == 1
-    if single and loss.get("old_logprobs") == "recomputed" and loss.get("policy") == "ppo_clip":
+    if single and loss.get("old_logprobs") == "recomputed" and loss.get("policy") in ("ppo_clip", "gspo", "cispo"):
         yield _finding(
             "inert",
             "loss.clip_low, loss.clip_high",
             (loss.get("clip_low"), loss.get("clip_high")),
             "with one optimizer step per batch and recomputed old log-probabilities the ratio is 1",
             "only loss.correction acts; raise trainer.optimizer_steps_per_batch to make the clip act",
+        )
+
+
+def _correction_low(config: Config) -> Iterator[Finding]:
+    loss = config["loss"]
+    if loss.get("correction") in ("tis_token", "tis_sequence") and loss.get("correction_low", 0) > 0:
+        yield _finding(
+            "note",
+            "loss.correction_low",
+            loss["correction_low"],
+            "it lifts the weight of tokens that the policy has left, which keeps pushing on them",
+            "0 is the safe value",
         )
 
 
@@ -195,6 +208,7 @@ RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     _lengths,
     _support,
     _clip,
+    _correction_low,
     _periods,
     _resume,
 )

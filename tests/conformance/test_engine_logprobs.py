@@ -1,4 +1,4 @@
-"""The engine's log-probabilities equal those of transformers to 1e-4 in float32, in every way a token can come about."""
+"""The engine's log-probabilities equal those of transformers to 1e-4 in float32, however a token comes about."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engines import Http, random_ids, run_to_end, running_engine
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GPT2Config
 
 from miles_rl.engine.embedded.backend import Backend
 from miles_rl.engine.embedded.core import EngineCore
@@ -201,7 +201,7 @@ def test_a_retracted_request_is_computed_anew_under_the_new_weights(
     switch = request.num_prompt + 20
     assert worst(request.logprobs[:20], references["old"].logprobs(request.ids[:switch], 70)) < TOLERANCE
     assert worst(request.logprobs[20:], references["new"].logprobs(request.ids, switch)) < TOLERANCE
-    follow = Request("s", request.ids + [5, 6], SamplingParams(max_new_tokens=3))
+    follow = Request("s", [*request.ids, 5, 6], SamplingParams(max_new_tokens=3))
     check(references["new"], run_to_end(core, [follow]))
     assert follow.num_cached == 112
 
@@ -213,7 +213,7 @@ def test_an_update_drops_what_older_weights_computed(models: dict[str, str], ref
     half_way(core, spanning, 10)
     core.install(core.backend.stage(models["new"]), "1")
     run_to_end(core, [])
-    again = [Request(r.rid, r.ids + [7], SamplingParams(max_new_tokens=5)) for r in (*done, spanning)]
+    again = [Request(r.rid, [*r.ids, 7], SamplingParams(max_new_tokens=5)) for r in (*done, spanning)]
     check(references["new"], run_to_end(core, again))
     assert {request.num_cached for request in again} == {0}
 
@@ -247,9 +247,8 @@ async def test_greedy_follows_the_most_likely_tokens_and_reports_temperature_1(
     await engine.post("/update_weights_from_disk", {"model_path": models["old"]})
     prompt = random_ids(40, 2)
     result = await engine.generate(prompt, temperature=0, max_new_tokens=20, ignore_eos=True)
-    wanted = references["old"].model.generate(
-        torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None
-    )
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    wanted = references["old"].model.generate(torch.tensor([prompt]), **options)
     assert result["output_ids"] == wanted[0, 40:].tolist()
     got = [entry[0] for entry in result["meta_info"]["output_token_logprobs"]]
     assert worst(got, references["old"].logprobs(prompt + result["output_ids"], 40)) < TOLERANCE
@@ -269,7 +268,7 @@ def other_models() -> dict[str, Any]:
     sizes = {"intermediate_size": 96, "max_position_embeddings": 1024, "bos_token_id": 0, **small}
     mistral = AutoConfig.for_model("mistral", num_key_value_heads=2, sliding_window=24, head_dim=16, **sizes)
     gpt2 = GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=4, n_positions=1024, eos_token_id=1, bos_token_id=0)
-    llama = LlamaConfig(num_key_value_heads=2, **sizes)
+    llama = AutoConfig.for_model("llama", num_key_value_heads=2, **sizes)
     return {"llama": llama, "gpt2": gpt2, "mistral with a sliding window": mistral}
 
 
@@ -290,13 +289,13 @@ def test_any_other_architecture_agrees_through_transformers(name: str, tmp_path:
     core = EngineCore(backend, max_prefill_tokens=64)
     requests = run_to_end(core, work(300, (1, 7, 40, 100)))
     check(Reference(old), requests)
-    more = [Request(r.rid, r.ids + [5, 6, 7], SamplingParams(max_new_tokens=5)) for r in requests]
+    more = [Request(r.rid, [*r.ids, 5, 6, 7], SamplingParams(max_new_tokens=5)) for r in requests]
     check(Reference(old), run_to_end(core, more))
     assert all(request.num_cached == request.num_prompt - 4 for request in more)
     before = backend.checksum()
     core.install(backend.stage(new), "1")
     assert backend.checksum() != before
-    again = [Request(r.rid, r.ids + [8], SamplingParams(max_new_tokens=5)) for r in more]
+    again = [Request(r.rid, [*r.ids, 8], SamplingParams(max_new_tokens=5)) for r in more]
     check(Reference(new), run_to_end(core, again))
     assert {request.num_cached for request in again} == {0}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -139,6 +140,13 @@ async def test_samples_of_one_seeded_prompt_differ_from_one_another(engine: Http
     assert len({tuple(r["output_ids"]) for r in results}) == 4
 
 
+async def test_samples_without_a_seed_are_independent(engine: Http) -> None:
+    prompt = random_ids(9, 7)
+    together = await engine.generate(prompt, n=4, max_new_tokens=16, ignore_eos=True)
+    apart = [await engine.generate(prompt, max_new_tokens=16, ignore_eos=True) for _ in range(4)]
+    assert len({tuple(r["output_ids"]) for r in [*together, *apart]}) == 8
+
+
 async def events(engine: Http, body: Any) -> list[Any]:
     async with aiohttp.ClientSession() as session, session.post(engine.url + "/generate", json=body) as response:
         assert response.content_type == "text/event-stream"
@@ -152,7 +160,7 @@ async def test_a_stream_is_cumulative_and_equals_the_plain_answer(engine: Http) 
     sampling = {"max_new_tokens": 12, "sampling_seed": 3, "ignore_eos": True}
     body = {"input_ids": random_ids(10, 8), "sampling_params": sampling, "return_logprob": True}
     parts = await events(engine, {**body, "stream": True})
-    for earlier, later in zip(parts, parts[1:], strict=False):
+    for earlier, later in itertools.pairwise(parts):
         assert later["output_ids"][: len(earlier["output_ids"])] == earlier["output_ids"]
         assert earlier["meta_info"]["finish_reason"] is None
         assert "weight_versions" not in earlier["meta_info"]

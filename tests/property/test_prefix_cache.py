@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_rl.engine.embedded.kv import KvRows, KvShape, Row
+from miles_rl.engine.embedded.kv import BlockStore, KvRows, KvShape, Row
 from miles_rl.engine.embedded.prefix_cache import PrefixCache
 
 IDS = st.lists(st.integers(0, 2), max_size=24)
@@ -90,34 +90,60 @@ OPERATIONS = st.lists(
 )
 
 
+Parts = tuple[torch.Tensor, torch.Tensor]
+
+
+def write(row: Row, start: int, end: int) -> Parts:
+    """Fill tokens `start:end` of a row with random keys and values; returns them."""
+    written = tuple(torch.randn_like(part) for part in row.view(start, end))
+    for part, contents in zip(row.view(start, end), written, strict=True):
+        part.copy_(contents)
+    row.length = end
+    return written[0], written[1]
+
+
 @settings(max_examples=60, deadline=None)
 @given(operations=OPERATIONS)
 def test_rows_keep_their_contents_whatever_joins_grows_and_leaves(operations: list[tuple[str, int]]) -> None:
-    shape = KvShape(1, 1, 1, 2, torch.float32, torch.device("cpu"))
+    shape = KvShape(2, 1, 1, 2, torch.float32, torch.device("cpu"))
     rows = KvRows(shape, 400)
-    expected: list[tuple[Row, torch.Tensor, bool]] = []
+    expected: list[tuple[Row, Parts, bool]] = []
     for kind, number in operations:
         index = number % len(expected) if expected else 0
         if kind == "add":
             row = rows.add(number + 1)
-            row.length = number
-            values = torch.randn(1, 2, number, 2)
-            row.read(0, number).copy_(values)
-            expected.append((row, values, False))
+            expected.append((row, write(row, 0, number), False))
         elif expected and kind == "grow":
-            row, values, is_decoding = expected[index]
-            more = torch.randn(1, 2, min(number, 400 - row.length), 2)
-            rows.ensure(row, row.length + more.shape[2])
-            row.read(row.length, row.length + more.shape[2]).copy_(more)
-            row.length += more.shape[2]
-            expected[index] = (row, torch.cat([values, more], 2), is_decoding)
+            row, (keys, values), is_decoding = expected[index]
+            end = min(row.length + number, 400)
+            rows.ensure(row, end)
+            more_keys, more_values = write(row, row.length, end)
+            expected[index] = (row, (torch.cat([keys, more_keys], 3), torch.cat([values, more_values], 2)), is_decoding)
         elif expected and kind == "promote" and not expected[index][2]:
-            row, values, _ = expected[index]
+            row, parts, _ = expected[index]
             row.pool.promote(row)
-            expected[index] = (row, values, True)
+            expected[index] = (row, parts, True)
         elif expected and kind == "remove":
             rows.remove(expected.pop(index)[0])
-        for row, values, is_decoding in expected:
-            assert torch.equal(row.read(0, row.length), values)
+        for row, parts, is_decoding in expected:
+            assert all(torch.equal(*pair) for pair in zip(row.view(0, row.length), parts, strict=True))
             assert (row.index < row.pool.num_decoding) == is_decoding
         assert sum(pool.num_decoding for pool in rows.decoding_pools()) == sum(item[2] for item in expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(first=st.integers(0, 3), count=st.integers(0, 4), data=st.data())
+def test_blocks_come_back_as_they_were_saved(first: int, count: int, data: st.DataObject) -> None:
+    shape = KvShape(2, 2, 1, 4, torch.float32, torch.device("cpu"))
+    rows, store = KvRows(shape, 256), BlockStore(shape, 10, 16)
+    slots = data.draw(st.permutations(range(10)))[: first + count]
+    source, target = rows.add(16 * (first + count) + 1), rows.add(200)
+    written = write(source, 0, 16 * (first + count) + 1)
+    # In two goes, as a prompt and later its reply.
+    store.save(source, list(enumerate(slots))[:first])
+    store.save(source, list(enumerate(slots))[first:])
+    store.restore(target, slots)
+    assert target.length == 16 * (first + count)
+    keys, values = target.view(0, target.length)
+    assert torch.equal(keys, written[0][..., : target.length])
+    assert torch.equal(values, written[1][:, :, : target.length])

@@ -71,8 +71,8 @@ def core(backend: Breakable, finished: queue.Queue[Request]) -> Iterator[EngineC
     engine_core.stop()
 
 
-def request(rid: str = "r", count: int = 20, **sampling: int) -> Request:
-    return Request(rid, random_ids(count, 1), SamplingParams(**{"max_new_tokens": 4, **sampling}))
+def request(rid: str = "r", count: int = 20, max_new_tokens: int = 4) -> Request:
+    return Request(rid, random_ids(count, 1), SamplingParams(max_new_tokens=max_new_tokens))
 
 
 def test_a_failure_of_the_model_gives_every_request_an_error(

@@ -57,6 +57,7 @@ def test_a_healthy_config_has_no_findings() -> None:
         ("rollout.agent.top_k", 50, "error", "rollout.agent.top_k", "importance ratio"),
         ("trainer.optimizer_steps_per_batch", 1, "inert", "loss.clip_low, loss.clip_high", "the ratio is 1"),
         ("stages.trainer.run.eval_every", 50, "inert", "stages.trainer.run.eval_every", "steps=40"),
+        ("loss.correction_low", 0.5, "note", "loss.correction_low", "keeps pushing on them"),
         ("resume", "/nowhere/run", "error", "resume", "is no folder"),
     ],
 )

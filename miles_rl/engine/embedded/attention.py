@@ -78,9 +78,7 @@ class Attention:
         self.num_tokens += count
         row.length = length
 
-    def __call__(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Store `keys` and `values` [N, K, D] and attend from `queries` [N, K * G, D]; returns [N, K * G * D]."""
         outputs: list[torch.Tensor] = []
         for decode in self._decodes:
@@ -137,4 +135,3 @@ class Attention:
     def _mask(self, hidden: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros(hidden.shape, dtype=self._shape.dtype, device=self._shape.device)
         return mask.masked_fill_(hidden, float("-inf"))
-

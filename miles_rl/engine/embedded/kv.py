@@ -18,6 +18,8 @@ import torch
 
 _MIN_POOL_TOKENS = 4096
 _MIN_POOL_ROWS = 8
+_MAX_IDLE_POOL_BYTES = 32 << 20
+"""A pool that is mostly empty is made smaller only above this: growing again costs time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,8 @@ class RowPool:
         self._move(len(self.rows) - 1, hole)
         self.rows.pop()
         row.index = -1
-        if len(self.rows) * 4 < self.keys.shape[1] > self._floor:
+        size = self.keys.shape[1] * self.capacity * self.shape.bytes_per_token
+        if len(self.rows) * 4 < self.keys.shape[1] > self._floor and size > _MAX_IDLE_POOL_BYTES:
             self._resize(max(self._floor, 2 * len(self.rows)))
 
     def promote(self, row: Row) -> None:
@@ -110,9 +113,7 @@ class RowPool:
     def _move(self, source: int, target: int) -> None:
         if source != target:
             row = self.rows[source]
-            for to, contents in zip(
-                self.view(target, 0, row.length), self.view(source, 0, row.length), strict=True
-            ):
+            for to, contents in zip(self.view(target, 0, row.length), self.view(source, 0, row.length), strict=True):
                 to.copy_(contents)
             self.rows[target], row.index = row, target
 

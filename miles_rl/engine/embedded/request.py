@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-_serial = itertools.count()
+_unseeded = random.Random()
+"""Numbers for all requests without a seed, from the system's entropy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,9 @@ class Request:
     prompt_logprobs: list[float] = field(default_factory=list)
     finish_reason: dict[str, Any] | None = None
     error: str | None = None
-    rng: random.Random = field(default_factory=random.Random)
+    rng: random.Random = _unseeded
     created_s: float = field(default_factory=time.monotonic)
     finished_s: float = 0.0
-    serial: int = field(default_factory=lambda: next(_serial))
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.ids)
