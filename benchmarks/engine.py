@@ -91,7 +91,7 @@ def measure_transformers(model_dir: str, batch: str) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir).eval()
     work = jobs(batch, model.config.vocab_size)
     longest, reply = max(len(ids) for ids, _ in work), max(count for _, count in work)
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in work])
@@ -168,9 +168,8 @@ def compare(repeats: int) -> list[dict[str, Any]]:
     from miles_rl.engine.embedded.random_model import write_random_qwen3
 
     rows: list[dict[str, Any]] = []
-    print(
-        f"{'model':>6} {'batch':>8} {'core':>8} {'http':>8} {'generate':>9} {'core/gen':>9} {'http/gen':>9}", flush=True
-    )
+    print("tokens per CPU-second", flush=True)
+    print(" model    batch     core     http  generate  core/gen  http/gen", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for name, changes in MODELS.items():
             model_dir = write_random_qwen3(Path(folder) / name, **changes)

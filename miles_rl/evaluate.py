@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import t as student_t
+from scipy.special import stdtrit
 
 from miles_rl.engine.client import EngineClient
 from miles_rl.rollout.agent import Agent
@@ -63,7 +63,7 @@ def mean_ci95(values: Sequence[float]) -> tuple[float, float, float]:
     if len(values) < 2:
         return mean, -math.inf, math.inf
     variance = sum((v - mean) ** 2 for v in values) / (len(values) - 1)
-    half = float(student_t.ppf(0.975, len(values) - 1)) * math.sqrt(variance / len(values))
+    half = float(stdtrit(len(values) - 1, 0.975)) * math.sqrt(variance / len(values))
     return mean, mean - half, mean + half
 
 

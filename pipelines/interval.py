@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
-from statistics import NormalDist
 
-import numpy as np
-from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 
-@lru_cache(maxsize=256)
 def t_quantile(probability: float, freedom: float) -> float:
-    """Quantile of Student's t for `probability` in [0.5, 1) and `freedom` >= 1 degrees, to 1e-4 relative.
-
-    Above 1000 degrees it is the normal quantile with its first correction. Below, with
-    t = sqrt(freedom) tan(angle) the density becomes cos(angle)^(freedom - 1) on a bounded range, where a trapezoid
-    rule is exact enough.
-    """
-    if freedom > 1000:
-        z = NormalDist().inv_cdf(probability)
-        return z + (z**3 + z) / (4 * freedom)
-    angles: NDArray[np.float64] = np.linspace(0.0, math.pi / 2, 20001)
-    density = np.power(np.cos(angles), freedom - 1)
-    mass: NDArray[np.float64] = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
-    angle = float(np.interp((2 * probability - 1) * float(mass[-1]), mass, angles))
-    return math.sqrt(freedom) * math.tan(angle)
+    """Quantile of Student's t for `freedom` degrees of freedom."""
+    return float(stdtrit(freedom, probability))
 
 
 def mean_ci95(values: Sequence[float]) -> tuple[float, tuple[float, float] | None]:
@@ -50,9 +34,10 @@ def difference(
     if len(first) < 2 or len(second) < 2:
         return delta, None
     parts = [_variance(values) / len(values) for values in (first, second)]
-    if sum(parts) == 0:
+    per_freedom = sum(p**2 / (len(v) - 1) for p, v in zip(parts, (first, second), strict=True))
+    if per_freedom == 0:  # also where a square underflows
         return delta, None
-    freedom = sum(parts) ** 2 / sum(p**2 / (len(v) - 1) for p, v in zip(parts, (first, second), strict=True))
+    freedom = sum(parts) ** 2 / per_freedom
     half = t_quantile(0.5 + confidence / 2, freedom) * math.sqrt(sum(parts))
     return delta, (delta - half, delta + half)
 

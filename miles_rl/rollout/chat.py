@@ -22,7 +22,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 MARK = "zqContent{}Zq"
 MARKS = re.compile(r"zqContent(\d+)Zq")
@@ -154,13 +154,13 @@ class ChatRenderer:
         return {self._structure_ids[(m.lastindex or 0) - 1] for m in self._structure.finditer(piece)}
 
     def _load_tokenizer(self) -> Any:
+        if not (Path(self._dir) / "tokenizer.json").is_file():
+            raise ValueError(f"model.path: {self._dir}; it has no tokenizer.json, put its tokenizer.json into the folder")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self._dir, local_files_only=True)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(self._dir, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"model.path: {self._dir}; it has no usable tokenizer ({reason})") from error
-        if getattr(tokenizer, "backend_tokenizer", None) is None:
-            raise ValueError(f"model.path: {self._dir}; it has no tokenizer.json, convert its tokenizer to a fast one")
         if not tokenizer.chat_template:
             raise ValueError(f"model.path: {self._dir}; it has no chat template, put a chat_template.jinja into it")
         return tokenizer

@@ -28,7 +28,7 @@ class Reference:
     """transformers' own model of a folder."""
 
     def __init__(self, model_dir: str, dtype: torch.dtype = torch.float32) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
 
     @torch.no_grad()
     def logprobs(self, ids: Sequence[int], start: int, temperature: float = 1.0, cache: Any = None) -> list[float]:
