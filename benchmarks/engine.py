@@ -1,8 +1,8 @@
 """The embedded engine against transformers' `generate`: same model, machine and run, in tokens per CPU-second.
 
-    python benchmarks/engine.py [--repeats 3] [--json PATH]
+    python benchmarks/engine.py [--rounds 5] [--json PATH]
 
-Each measurement is a process of its own with one torch thread; those to be compared alternate, and the median counts.
+Each side is a process of its own with one torch thread; they take turns, and the median over the rounds counts.
 `core` drives the engine's core without HTTP, `http` a served engine (CPU of the engine's process alone),
 `transformers` calls `generate` without scores. The last lines are the load of a reinforcement learning run: 64 callers
 at once, prompts of 60 to 300 tokens, in groups of 8 that share one, replies of 20 to 40.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,29 +67,25 @@ def jobs(batch: str, vocab_size: int) -> list[tuple[list[int], int]]:
     return [(prompt, REPLY) for prompt in prompts(int(batch), vocab_size)]
 
 
-def measure_core(model_dir: str, batch: str) -> float:
-    """Tokens per CPU-second of the core."""
+def core_rate(model_dir: str, batch: str) -> Iterator[float]:
+    """Tokens per CPU-second of the core, measured anew at each step of the iterator."""
     from miles_rl.engine.embedded.core import EngineCore
     from miles_rl.engine.embedded.qwen3_backend import Qwen3Backend
     from miles_rl.engine.embedded.request import Request, SamplingParams
 
     core = EngineCore(Qwen3Backend(model_dir))
     work = jobs(batch, core.backend.vocab_size)
-
-    def once() -> float:
+    while True:
         core.backend.clear_cache()
         core.waiting.extend(Request("", list(ids), SamplingParams(max_new_tokens=count)) for ids, count in work)
         started = time.process_time()
         while core.step():
             pass
-        return sum(count for _, count in work) / (time.process_time() - started)
-
-    once()
-    return statistics.median(once() for _ in range(3))
+        yield sum(count for _, count in work) / (time.process_time() - started)
 
 
-def measure_transformers(model_dir: str, batch: str) -> float:
-    """Tokens per CPU-second of `generate`. Prompts of unequal length are padded on the left, as it wants them."""
+def transformers_rate(model_dir: str, batch: str) -> Iterator[float]:
+    """The same of `generate`. Prompts of unequal length are padded on the left, as it wants them."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -96,75 +94,87 @@ def measure_transformers(model_dir: str, batch: str) -> float:
     longest, reply = max(len(ids) for ids, _ in work), max(count for _, count in work)
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in work])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in work])
-
-    def once() -> float:
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": reply, "eos_token_id": None, "pad_token_id": 0}
+    while True:
         started = time.process_time()
-        model.generate(
-            ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=reply, eos_token_id=None, pad_token_id=0
-        )
-        return sum(count for _, count in work) / (time.process_time() - started)
-
-    once()
-    return statistics.median(once() for _ in range(3))
+        model.generate(ids, attention_mask=mask, **options)
+        yield sum(count for _, count in work) / (time.process_time() - started)
 
 
-async def measure_http(model_dir: str, batch: str) -> float:
-    """Tokens per CPU-second of the engine's process while callers ask for all replies at once."""
+def http_rate(model_dir: str, batch: str) -> Iterator[float]:
+    """The same of the process of a served engine, while callers ask for all replies at once."""
     from miles_rl.engine.client import EngineClient
     from miles_rl.engine.embedded.engine import EmbeddedEngine
 
     ticks_per_s = os.sysconf("SC_CLK_TCK")
-    with tempfile.TemporaryDirectory() as logs:
-        replica = await EmbeddedEngine().launch(0, model_dir, 0, logs)
 
-        def cpu_s() -> float:
-            fields = Path(f"/proc/{replica.pid}/stat").read_text().rsplit(")", 1)[1].split()
-            return (int(fields[11]) + int(fields[12])) / ticks_per_s
+    def cpu_s(pid: int) -> float:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / ticks_per_s
 
-        async with EngineClient(replica.url) as client:
+    async def once(url: str, number: int) -> int:
+        async with EngineClient(url) as client:
+            await client.flush_cache()
             work = jobs(batch, int((await client.server_info())["vocab_size"]))
+            calls = [
+                client.generate(ids, {"max_new_tokens": count, "ignore_eos": True}, rid=f"{number}-{index}")
+                for index, (ids, count) in enumerate(work)
+            ]
+            return sum(len(reply.output_ids) for reply in await asyncio.gather(*calls))
 
-            async def once(number: int) -> None:
-                await client.flush_cache()
-                calls = [
-                    client.generate(ids, {"max_new_tokens": count, "ignore_eos": True}, rid=f"{number}-{index}")
-                    for index, (ids, count) in enumerate(work)
-                ]
-                await asyncio.gather(*calls)
-
-            await once(0)
+    with tempfile.TemporaryDirectory() as logs:
+        replica = asyncio.run(EmbeddedEngine().launch(0, model_dir, 0, logs))
+        for number in itertools.count():
             # CPU time comes in ticks of 10 ms: enough rounds that this does not matter.
-            rounds, started = 0, cpu_s()
-            while cpu_s() - started < 1.5:
-                rounds += 1
-                await once(rounds)
-            rate = rounds * sum(count for _, count in work) / (cpu_s() - started)
-        await replica.stop()
-    return rate
+            num_tokens, started = 0, cpu_s(replica.pid)
+            while cpu_s(replica.pid) - started < 0.5:
+                num_tokens += asyncio.run(once(replica.url, number))
+            yield num_tokens / (cpu_s(replica.pid) - started)
 
 
-def measure(side: str, model_dir: str, batch: str) -> float:
-    """One measurement, in this process."""
+SIDES = {"core": core_rate, "http": http_rate, "transformers": transformers_rate}
+
+
+def serve(side: str, model_dir: str, batch: str) -> None:
+    """Measure once for every line that comes in, and print the rate; the first, a warm-up, goes unprinted."""
     import torch
 
     torch.set_num_threads(1)
-    if side == "http":
-        return asyncio.run(measure_http(model_dir, batch))
-    return {"core": measure_core, "transformers": measure_transformers}[side](model_dir, batch)
+    rates = SIDES[side](model_dir, batch)
+    next(rates)
+    for _ in sys.stdin:
+        print(next(rates), flush=True)
 
 
-def in_own_process(side: str, model_dir: str, batch: str) -> float:
-    """One measurement, in a process of its own."""
+def start(side: str, model_dir: str, batch: str) -> subprocess.Popen[str]:
+    """A process that serves one side."""
     command = [sys.executable, __file__, "--side", side, "--model", model_dir, "--batch", batch]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{side}, batch {batch}: exit code {done.returncode}\n{done.stderr[-2000:]}")
-    return float(done.stdout.split()[-1])
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
 
 
-def compare(repeats: int) -> list[dict[str, Any]]:
-    """All measurements, one row for each model and batch."""
+def measure(model_dir: str, batch: str, rounds: int) -> dict[str, list[float]]:
+    """Rates of all sides, round by round: what else the machine does meets all of them."""
+    processes = {side: start(side, model_dir, batch) for side in SIDES}
+    rates: dict[str, list[float]] = {side: [] for side in SIDES}
+    try:
+        for side in [*SIDES] * rounds:
+            process = processes[side]
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            rates[side].append(float(process.stdout.readline()))
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    return rates
+
+
+def compare(rounds: int) -> list[dict[str, Any]]:
+    """All measurements, one row for each model and batch; ratios are medians over the rounds."""
     from miles_rl.engine.embedded.random_model import write_random_qwen3
 
     rows: list[dict[str, Any]] = []
@@ -174,31 +184,31 @@ def compare(repeats: int) -> list[dict[str, Any]]:
         for name, changes in MODELS.items():
             model_dir = write_random_qwen3(Path(folder) / name, **changes)
             for batch in (*map(str, BATCHES), "rollout"):
-                rates: dict[str, list[float]] = {"core": [], "http": [], "transformers": []}
-                for _ in range(repeats):
-                    for side, values in rates.items():
-                        values.append(in_own_process(side, model_dir, batch))
-                core, http, other = (statistics.median(values) for values in rates.values())
-                row = {"model": name, "batch": batch, "core": core, "http": http, "transformers": other}
-                rows.append({**row, "core_ratio": core / other, "http_ratio": http / other})
-                figures = f"{core:8.0f} {http:8.0f} {other:9.0f} {core / other:9.2f} {http / other:9.2f}"
-                print(f"{name:>6} {batch:>8} {figures}", flush=True)
+                rates = measure(model_dir, batch, rounds)
+                row: dict[str, Any] = {"model": name, "batch": batch}
+                row |= {side: statistics.median(values) for side, values in rates.items()}
+                for side in ("core", "http"):
+                    pairs = zip(rates[side], rates["transformers"], strict=True)
+                    row[f"{side}_ratio"] = statistics.median(ours / other for ours, other in pairs)
+                rows.append(row)
+                figures = f"{row['core']:8.0f} {row['http']:8.0f} {row['transformers']:9.0f}"
+                print(f"{name:>6} {batch:>8} {figures} {row['core_ratio']:9.2f} {row['http_ratio']:9.2f}", flush=True)
     return rows
 
 
 def main() -> int:
     """Exit code 1 if a required ratio is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", help="also write the rows to this file")
-    parser.add_argument("--side", choices=["core", "http", "transformers"], help="one measurement only")
+    parser.add_argument("--side", choices=list(SIDES), help="serve measurements of one side")
     parser.add_argument("--model", help="folder, for --side")
     parser.add_argument("--batch", help="for --side")
     arguments = parser.parse_args()
     if arguments.side:
-        print(measure(arguments.side, arguments.model, arguments.batch))
+        serve(arguments.side, arguments.model, arguments.batch)
         return 0
-    rows = compare(arguments.repeats)
+    rows = compare(arguments.rounds)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(rows, indent=2))
     missed = [row for row in rows if row["batch"] in ("16", "64") and row["core_ratio"] < REQUIRED_RATIO]

@@ -1,9 +1,9 @@
 """A checkpoint of a run: the policy, the trainer's state, and where the data stands, complete or not there at all.
 
-    checkpoints/step-000040/
-      model/          a Hugging Face folder
-      trainer files   optimizer, scheduler, RNG
-      loop.json       version, cursor of the data, hash of the training tasks; written last
+checkpoints/step-000040/
+  model/          a Hugging Face folder
+  trainer files   optimizer, scheduler, RNG
+  loop.json       version, cursor of the data, hash of the training tasks; written last
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Checkpoint:
     def write(
         run_dir: Path, version: int, cursor: Mapping[str, Any], train_hash: str, save: Callable[[Path], None], keep: int
     ) -> Path:
-        """Write a checkpoint under a temporary name, `save` filling the folder, then rename it; keep the newest `keep`."""
+        """Fill a hidden folder with `save`, then rename it: complete or not there. The newest `keep` stay."""
         folder = run_dir / "checkpoints"
         target, hidden = folder / f"step-{version:06d}", folder / f".step-{version:06d}.tmp"
         shutil.rmtree(hidden, ignore_errors=True)

@@ -17,15 +17,15 @@ from sandbox_env.task import Task, task_set_hash
 class DataPrep:
     """Component of the stage `data`. `dataset` names the splits and their sizes, which must hold."""
 
-    def __init__(self, suite: Suite, dataset: Mapping[str, Any], model: PolicySource, resume: str | None = None) -> None:
+    def __init__(
+        self, suite: Suite, dataset: Mapping[str, Any], model: PolicySource, resume: str | None = None
+    ) -> None:
         self._suite, self._dataset, self._model, self._resume = suite, dataset, model, resume
         self._progress = "reading tasks"
 
     async def start(self) -> None:
         """Read both splits, refuse an overlap, and make the first policy ready (warm start or checkpoint)."""
-        self._tasks = {
-            use: await asyncio.to_thread(self._suite.tasks, self._dataset[use]) for use in ("train", "eval")
-        }
+        self._tasks = {use: await asyncio.to_thread(self._suite.tasks, self._dataset[use]) for use in ("train", "eval")}
         self._check_splits()
         self._initial = await asyncio.to_thread(self._prepare_policy)
         self._progress = ""

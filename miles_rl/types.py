@@ -58,13 +58,13 @@ class Trajectory:
     outcome: Outcome
     stop_reason: StopReason
     turns: tuple[Turn, ...] = ()
-    timings: Mapping[str, float] = field(default_factory=dict)
+    timings: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
         for name in ("loss_mask", "logprobs", "versions"):
-            if getattr(self, name).shape != (length,):
-                raise ValueError(f"{self.sample_id}: {name} has shape {getattr(self, name).shape}, token_ids ({length},)")
+            if (shape := getattr(self, name).shape) != (length,):
+                raise ValueError(f"{self.sample_id}: {name} has shape {shape}, token_ids ({length},)")
         if not self.loss_mask.any():
             raise ValueError(f"{self.sample_id}: no token was written by the policy")
         if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-4).any():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from scipy.special import stdtrit
+from scipy.special import stdtrit  # pyright: ignore[reportMissingTypeStubs]
 
 
 def t_quantile(probability: float, freedom: float) -> float:

@@ -28,6 +28,7 @@ import pipelines
 from pipelines.observer import Observer
 from pipelines.plan import Plan, PlannedStage
 from pipelines.processes import Offspring
+from pipelines.signature import targets
 from pipelines.stage import StageError
 from pipelines.supervise import Ending, Interrupts, Supervisor
 
@@ -147,8 +148,14 @@ class StageHost:
         form = f"%(asctime)s %(levelname)s {self._name} %(name)s: %(message)s"
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=form, force=True)
 
-    async def build(self, needs: Mapping[str, StageHandle]) -> int | Failure:
-        """Construct the component. Returns the process id."""
+    async def preload(self) -> None:
+        """Import what the component is made of while earlier stages start. If that fails, `build` tells."""
+        for target in targets(self._run):
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(importlib.import_module, target.rpartition(".")[0])
+
+    async def build(self, needs: Mapping[str, StageHandle]) -> Failure | None:
+        """Construct the component."""
         # Ray starts its workers with SIGINT blocked, and every process that a component starts would inherit that.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:
@@ -157,7 +164,8 @@ class StageHost:
         except Exception as error:
             log.exception("cannot be built")
             return Failure.of(error.__cause__ or error)  # Hydra wraps what the constructor raised
-        return os.getpid()
+        log.info("built in process %d", os.getpid())
+        return None
 
     async def call(self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call a method of the component; its exception comes back as a `Failure`."""
@@ -190,14 +198,15 @@ class StageHost:
 class RayHost:
     """A stage as the supervisor sees it; pickled for other stages as its `StageHandle`."""
 
-    def __init__(self, stage: PlannedStage, actor: Any, needs: Mapping[str, RayHost]) -> None:
+    def __init__(self, stage: PlannedStage, actor: Any) -> None:
         self._stage, self._actor = stage, actor
         self.handle = StageHandle(stage.name, actor, stage.call_timeout_s)
-        self._needs = {name: host.handle for name, host in needs.items()}
+        actor.preload.remote()
 
-    async def build(self, timeout_s: float) -> None:
-        """Construct the component in its process."""
-        await self._checked(self._actor.build.remote(self._needs), timeout_s)
+    async def build(self, needs: Mapping[str, RayHost], timeout_s: float) -> None:
+        """Construct the component in its process, given the hosts of its needs."""
+        handles = {name: host.handle for name, host in needs.items()}
+        await self._checked(self._actor.build.remote(handles), timeout_s)
 
     async def call(self, method: str, timeout_s: float | None) -> Any:
         """Call a method without arguments. Raises `StageError` with the stage's name first, or `TimeoutError`."""
@@ -270,9 +279,9 @@ async def _launch(plan: Plan, run_dir: Path, observer: Observer) -> Ending:
     log_file = str(run_dir / "log.txt")
     actor_class: Any = ray.remote(max_restarts=0, max_task_retries=0)(StageHost)
 
-    async def place(stage: PlannedStage, needs: Mapping[str, RayHost]) -> RayHost:
+    def place(stage: PlannedStage) -> RayHost:
         options = actor_class.options(num_cpus=stage.cpus, num_gpus=stage.gpus_per_node, max_concurrency=_MAX_CALLS)
-        return RayHost(stage, options.remote(stage.name, stage.run, log_file, cluster["env"]), needs)
+        return RayHost(stage, options.remote(stage.name, stage.run, log_file, cluster["env"]))
 
     interrupts = Interrupts()
     _listen(interrupts)

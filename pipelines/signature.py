@@ -47,6 +47,14 @@ def check_tree(
         yield from check_tree(child, (*path, key), where, allowed)
 
 
+def targets(node: Any) -> Iterator[str]:
+    """Every `_target_` in `node`, the outer before the inner."""
+    if isinstance(node, dict) and "_target_" in node:
+        yield str(cast(dict[str, Any], node)["_target_"])
+    for _, child in children(node):
+        yield from targets(child)
+
+
 def _options(spec: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in spec.items() if key not in _RESERVED}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
@@ -24,8 +24,8 @@ _CAUSE_TIMEOUT_S = 5.0
 class Host(Protocol):
     """One placed stage. Methods raise `StageError`, with the stage's name first, or `TimeoutError`."""
 
-    async def build(self, timeout_s: float) -> None:
-        """Construct the component in its own process."""
+    async def build(self, needs: Mapping[str, Any], timeout_s: float) -> None:
+        """Construct the component in its own process, given the hosts of its needs."""
         ...
 
     async def call(self, method: str, timeout_s: float | None) -> Any:
@@ -33,8 +33,8 @@ class Host(Protocol):
         ...
 
 
-Place = Callable[[PlannedStage, Mapping[str, Any]], Awaitable[Any]]
-"""Makes the host of a stage, given the hosts of its needs."""
+Place = Callable[[PlannedStage], Any]
+"""Makes the host of a stage, without waiting for it."""
 
 
 @dataclass(slots=True)
@@ -111,21 +111,21 @@ class Supervisor:
         return self._ending
 
     async def _work(self) -> None:
+        hosts = {stage.name: self._place(stage) for stage in self._plan.stages}
         for stage in self._plan.stages:
-            await self._start(stage)
+            await self._start(stage, hosts[stage.name])
         for stage in self._plan.stages:
             facts = await self._hosts[stage.name].call("facts", self._heartbeat_timeout_s)
             self._ending.facts.update(facts or {})
         metrics = await self._hosts[self._plan.driver].call("run", None)  # watched by its heartbeat
         self._ending.metrics = dict(metrics or {})
 
-    async def _start(self, stage: PlannedStage) -> None:
+    async def _start(self, stage: PlannedStage, host: Host) -> None:
         name = stage.name
         self._observer.stage(name, "starting")
         try:
             async with asyncio.timeout(stage.start_timeout_s):
-                host = await self._place(stage, {need: self._hosts[need] for need in stage.needs})
-                await host.build(stage.start_timeout_s)
+                await host.build({need: self._hosts[need] for need in stage.needs}, stage.start_timeout_s)
                 self._hosts[name] = host
                 self._starting.add(name)
                 self._beats[name] = asyncio.create_task(self._beat(name))

@@ -79,8 +79,8 @@ class EpisodeResult:
     outcome: Outcome = Outcome.CANCELLED
     reward: float | None = None
     detail: str = ""
-    turns: list[TurnResult] = field(default_factory=list)
-    timings: dict[str, float] = field(default_factory=dict)
+    turns: list[TurnResult] = field(default_factory=list[TurnResult])
+    timings: dict[str, float] = field(default_factory=dict[str, float])
 
 
 def parse_reply(text: str) -> tuple[str | None, bool]:
@@ -124,8 +124,9 @@ async def run_episode(task: Task, sandbox: Sandbox, policy: Policy, limits: Epis
     result = EpisodeResult()
     ready = time.monotonic()
     try:
+        clock = asyncio.timeout(limits.wall_clock_s)
         try:
-            async with asyncio.timeout(limits.wall_clock_s) as clock:
+            async with clock:
                 result.stop_reason = await _agent_loop(sandbox, policy, limits, result)
         except TimeoutError as error:
             if not clock.expired():
@@ -150,9 +151,7 @@ async def _score(sandbox: Sandbox, task: Task, result: EpisodeResult) -> Verdict
     return verdict
 
 
-async def _agent_loop(
-    sandbox: Sandbox, policy: Policy, limits: EpisodeLimits, result: EpisodeResult
-) -> StopReason:
+async def _agent_loop(sandbox: Sandbox, policy: Policy, limits: EpisodeLimits, result: EpisodeResult) -> StopReason:
     for _ in range(limits.max_turns):
         started = time.monotonic()
         reply = await policy.reply(limits.wall_clock_s)

@@ -12,6 +12,7 @@ import math
 import re
 import shlex
 from dataclasses import dataclass
+from typing import cast
 
 from sandbox_env.archive import pack
 from sandbox_env.outcome import Outcome
@@ -79,11 +80,12 @@ async def _read_reward(sandbox: Sandbox) -> float:
 
 def _reward_of_json(raw: bytes) -> float:
     try:
-        values = json.loads(raw)
+        values: object = json.loads(raw)
     except ValueError:
         raise ValueError("reward.json is not JSON") from None
     if isinstance(values, dict):
-        numbers = {k: v for k, v in values.items() if isinstance(v, int | float)}
+        named = cast(dict[str, object], values)
+        numbers = {k: v for k, v in named.items() if isinstance(v, int | float)}
         if "reward" in numbers:
             values = numbers["reward"]
         elif len(numbers) == 1:

@@ -155,7 +155,7 @@ class ChatRenderer:
 
     def _load_tokenizer(self) -> Any:
         if not (Path(self._dir) / "tokenizer.json").is_file():
-            raise ValueError(f"model.path: {self._dir}; it has no tokenizer.json, put its tokenizer.json into the folder")
+            raise ValueError(f"model.path: {self._dir}; it has no tokenizer.json, put one into the folder")
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(self._dir, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:

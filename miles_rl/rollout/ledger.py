@@ -54,9 +54,7 @@ class Ledger:
 
     def score(self, sample_id: str, reward: float, oldest_version: int, sandbox_id: str) -> None:
         """The attempt ended with a reward."""
-        self._move(
-            sample_id, SampleState.SCORED, reward=reward, oldest_version=oldest_version, sandbox_id=sandbox_id
-        )
+        self._move(sample_id, SampleState.SCORED, reward=reward, oldest_version=oldest_version, sandbox_id=sandbox_id)
 
     def fail(self, sample_id: str, reason: str) -> None:
         """The attempt failed for infrastructure; it is refilled, never scored."""

@@ -74,7 +74,8 @@ class TokenPolicy:
     def observe(self, text: str) -> None:
         """Append what the terminal printed and the opener of the next reply, as new ids only."""
         span = self.spans[-1]
-        keep, new_ids = self._renderer.continuation(self._ids[span.start : span.end], [{"role": "tool", "content": text}])
+        reply_ids = self._ids[span.start : span.end]
+        keep, new_ids = self._renderer.continuation(reply_ids, [{"role": "tool", "content": text}])
         end = span.start + keep
         for array in (self._ids, self._mask, self._logprobs, self._versions):
             del array[end:]

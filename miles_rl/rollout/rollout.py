@@ -113,7 +113,8 @@ class Rollout:
         """Metrics of the episodes that ended since the last call."""
         episodes, self._since_batch = self._since_batch, []
         figures = self._scheduler.figures()
-        return {**episode_metrics(episodes), "async/stale_samples": figures["stale"], "rollout/failed": figures["failed"]}
+        totals = {"async/stale_samples": figures["stale"], "rollout/failed": figures["failed"]}
+        return {**episode_metrics(episodes), **totals}
 
     async def status(self) -> Mapping[str, Any]:
         """Figures for the display; raises what broke the admission of samples."""
@@ -219,13 +220,14 @@ def episode_metrics(episodes: list[FinishedEpisode]) -> dict[str, float]:
     num = len(scored)
     spans = [s for e in scored for s in e.policy.spans]
     total_s = sum(e.timings["total_s"] for e in scored)
+    prompt_tokens = sum(s.prompt_tokens for s in spans)
     truncated = (StopReason.TURN_TRUNCATED, StopReason.SESSION_BUDGET)
     metrics = {
         "rollout/num_turns_mean": sum(len(e.result.turns) for e in scored) / num,
         "rollout/response_tokens_mean": sum(s.end - s.start for s in spans) / num,
         "rollout/completed_ratio": sum(e.result.stop_reason is StopReason.COMPLETED for e in scored) / num,
         "rollout/episode_truncated_ratio": sum(e.result.stop_reason in truncated for e in scored) / num,
-        "rollout/prefix_cache_hit_rate": sum(s.cached_tokens for s in spans) / max(1, sum(s.prompt_tokens for s in spans)),
+        "rollout/prefix_cache_hit_rate": sum(s.cached_tokens for s in spans) / max(1, prompt_tokens),
         "rollout/episode_s_mean": total_s / num,
         "rollout/episode_s_max": max(e.timings["total_s"] for e in scored),
         "rollout/episode_overhead_ratio": sum(e.timings["other_s"] for e in scored) / max(total_s, 1e-9),

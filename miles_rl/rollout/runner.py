@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from sandbox_env.pool import LeasedSandbox
 from sandbox_env.sandbox import SandboxError
 from sandbox_env.task import Task
 
+log = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 60.0
 
 
@@ -120,8 +122,12 @@ class EpisodeRunner:
         return episode
 
     async def _release(self, lease_id: str) -> None:
-        async with asyncio.timeout(RELEASE_TIMEOUT_S):
-            await self.sandboxes.release(lease_id)
+        """A sandbox that does not close stays on the pool's list, which fails the run when it stops."""
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                await self.sandboxes.release(lease_id)
+        except SandboxError as error:
+            log.error("sandbox %s was not closed: %s", lease_id, error)
 
     @staticmethod
     def _time(episode: FinishedEpisode) -> None:

@@ -146,9 +146,7 @@ class Scheduler:
 
     def drop_stale(self) -> list[Group]:
         """Take out the ready groups that are too old for the next batch; their tasks are queued again."""
-        stale = [
-            g for g in self._ready.values() if self.consume_version - g.oldest_version > self._max_staleness
-        ]
+        stale = [g for g in self._ready.values() if self.consume_version - g.oldest_version > self._max_staleness]
         for group in stale:
             del self._ready[group.group_id]
             self.stale_by_task[group.task] += len(group.trajectories)

@@ -21,11 +21,15 @@ PROOF = """echo '{"results": {"summary": {"tests": 1}}}' > /logs/verifier/ctrf.j
 LIMITS = EpisodeLimits(max_turns=3, wall_clock_s=20.0, command_timeout_s=5.0, observation_chars=200)
 
 
+Finish = Literal["stop", "length", "budget"]
+
+
 class Script:
     """Replies line by line; what it observes is kept. A reply that is an exception is raised."""
 
-    def __init__(self, *replies: str | Exception, finish: Literal["stop", "length", "budget"] = "stop") -> None:
-        self.replies, self.finish, self.observed = list(replies), finish, list[str]()
+    def __init__(self, *replies: str | Exception, finish: Finish = "stop") -> None:
+        self.replies, self.observed = list(replies), list[str]()
+        self.finish: Finish = finish
 
     async def reply(self, timeout_s: float) -> Reply:
         reply = self.replies.pop(0)
@@ -57,7 +61,7 @@ def make_task(folder: Path, test_sh: str, verifier_timeout_s: float = 10.0) -> T
     return load_task(folder / "answer")
 
 
-CHECK = f"{PROOF}\n[ \"$(cat /app/answer.txt)\" = yes ]; echo $((1 - $?)) > /logs/verifier/reward.txt\n"
+CHECK = f'{PROOF}\n[ "$(cat /app/answer.txt)" = yes ]; echo $((1 - $?)) > /logs/verifier/reward.txt\n'
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -169,7 +173,7 @@ REWARDS = [
     ("echo nan > /logs/verifier/reward.txt", None, "not a finite number"),
     ("echo passed > /logs/verifier/reward.txt", None, "not a finite number"),
     ("echo '{\"reward\": NaN}' > /logs/verifier/reward.json", None, "not a finite number"),
-    ("echo '{\"a\": 1, \"b\": 2}' > /logs/verifier/reward.json", None, "no 'reward' and 2 numbers"),
+    ('echo \'{"a": 1, "b": 2}\' > /logs/verifier/reward.json', None, "no 'reward' and 2 numbers"),
     ("sleep 60", None, "did not end within 1 s"),
 ]
 

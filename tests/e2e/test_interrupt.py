@@ -5,15 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from program import DEADLINE_S, alive, descendants, sessions, wait_for
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 90.0
 
 
 @contextmanager
@@ -29,44 +28,6 @@ def running(tmp_path: Path, mode: str) -> Iterator[subprocess.Popen[bytes]]:
         if program.poll() is None:
             program.kill()
             program.wait()
-
-
-def wait_for(what: Callable[[], object], reason: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < deadline, f"{reason} did not happen in {DEADLINE_S} s"
-        time.sleep(0.05)
-
-
-def descendants(root: int) -> set[int]:
-    """Processes below `root`, and `root`."""
-    parents: dict[int, int] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                parents[int(entry)] = int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-    found = {root}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
-
-
-def alive(pids: set[int]) -> set[int]:
-    """Those of `pids` that still run; one that is dead and only not yet collected by its parent does not."""
-    found: set[int] = set()
-    for pid in pids:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found.add(pid)
-        except OSError:
-            continue
-    return found
-
-
-def sessions(pid: int) -> list[Path]:
-    return list(Path("/tmp").glob(f"miles-ray-{pid}-*"))
 
 
 def is_up(tmp_path: Path) -> bool:

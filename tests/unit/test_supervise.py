@@ -22,12 +22,12 @@ DEADLINE_S = 30
 class InProcess:
     """Hosts a component in this event loop."""
 
-    def __init__(self, stage: PlannedStage, needs: Mapping[str, Any]) -> None:
-        self._stage, self._needs = stage, needs
+    def __init__(self, stage: PlannedStage) -> None:
+        self._stage = stage
 
-    async def build(self, timeout_s: float) -> None:
-        needs = {name: host.component for name, host in self._needs.items()}
-        self.component = instantiate({**self._stage.run, "_partial_": True}, _convert_="all")(**needs)
+    async def build(self, needs: Mapping[str, Any], timeout_s: float) -> None:
+        components = {name: host.component for name, host in needs.items()}
+        self.component = instantiate({**self._stage.run, "_partial_": True}, _convert_="all")(**components)
 
     async def call(self, method: str, timeout_s: float | None) -> Any:
         try:
@@ -48,10 +48,7 @@ async def supervised(tmp_path: Path, mode: str, **times: float) -> tuple[Ending,
     plan, notes, interrupts = small_plan(tmp_path, mode), Notes(), Interrupts()
     plan = _with_times(plan, times)
 
-    async def place(stage: PlannedStage, needs: Mapping[str, Any]) -> InProcess:
-        return InProcess(stage, needs)
-
-    supervisor = Supervisor(plan, place, notes, heartbeat_s=0.05, heartbeat_timeout_s=1.0)
+    supervisor = Supervisor(plan, InProcess, notes, heartbeat_s=0.05, heartbeat_timeout_s=1.0)
     running = asyncio.create_task(supervisor.supervise(interrupts))
     if mode == "waits":
         while ("worker", "up") not in notes.states:
@@ -128,10 +125,7 @@ async def test_a_second_signal_ends_at_once(tmp_path: Path):
     plan, notes, interrupts = small_plan(tmp_path, "stop hangs"), Notes(), Interrupts()
     plan = _with_times(plan, {"stop_timeout_s": 600.0})
 
-    async def place(stage: PlannedStage, needs: Mapping[str, Any]) -> InProcess:
-        return InProcess(stage, needs)
-
-    running = asyncio.create_task(Supervisor(plan, place, notes, 0.05, 1.0).supervise(interrupts))
+    running = asyncio.create_task(Supervisor(plan, InProcess, notes, 0.05, 1.0).supervise(interrupts))
     async with asyncio.timeout(DEADLINE_S):
         while ("worker", "stopping") not in notes.states:
             await asyncio.sleep(0.01)
