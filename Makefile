@@ -36,7 +36,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Setting up .venv, once; it takes a few minutes."
 	@$(if $(PYTHON),,echo "python: none of version 3.11 or 3.12 found; sudo apt-get install python3 python3-venv" >&2; exit 1)
-	@"$(PYTHON)" -c '$(SUPPORTED)' || { echo "PYTHON: $(PYTHON); needs version 3.11 or 3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c '$(SUPPORTED)' 2>/dev/null || { echo "PYTHON: $(PYTHON); needs version 3.11 or 3.12" >&2; exit 1; }
 	@$(VENV) -c '$(SUPPORTED)' >/dev/null 2>&1 || { \
 		"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
 			echo "python: $(PYTHON) cannot make virtual environments; sudo apt-get install python3-venv" >&2; exit 1; }; \
