@@ -23,6 +23,12 @@ class DataPrep:
         self._suite, self._dataset, self._model, self._resume = suite, dataset, model, resume
         self._progress = "reading tasks"
 
+    @staticmethod
+    def describe(options: Mapping[str, Any]) -> dict[str, Any]:
+        """Sizes for the plan."""
+        dataset = options["dataset"]
+        return {use: f"{dataset[use]}, {dataset[f'{use}_size']} tasks" for use in ("train", "eval")}
+
     async def start(self) -> None:
         """Read both splits, refuse an overlap, and make the first policy ready (warm start or checkpoint)."""
         self._tasks = {use: await asyncio.to_thread(self._suite.tasks, self._dataset[use]) for use in ("train", "eval")}

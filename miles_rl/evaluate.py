@@ -91,6 +91,11 @@ class Evaluator:
         agent: Agent,
         run_dir: str,
     ) -> None:
+        for name, value in (("num_samples", num_samples), ("concurrency", concurrency), ("max_attempts", max_attempts)):
+            if value < 1:
+                raise ValueError(f"stages.eval.run.{name}: {value}; give at least 1")
+        if timeout_s <= 0:
+            raise ValueError(f"stages.eval.run.timeout_s: {timeout_s}; give more than 0")
         self._data, self._sandboxes, self._fleet = data, sandboxes, fleet
         self._num_samples, self._max_attempts, self._timeout_s = num_samples, max_attempts, timeout_s
         self._slots = asyncio.Semaphore(concurrency)
@@ -98,6 +103,11 @@ class Evaluator:
         self._running = 0
         self._count = 0
         self._last: Evaluation | None = None
+
+    @staticmethod
+    def describe(options: Mapping[str, Any]) -> dict[str, Any]:
+        """Sizes for the plan."""
+        return {"episodes per task": options["num_samples"], "in flight": options["concurrency"]}
 
     async def start(self) -> None:
         """Connect to engines and sandboxes."""

@@ -39,6 +39,13 @@ class TrainingLoop:
         run_dir: str,
     ) -> None:
         self._data, self._rollout, self._fleet, self._eval = data, rollout, fleet, eval
+        for name, value in (("eval_every", eval_every), ("checkpoint_every", checkpoint_every)):
+            if value < 0:
+                raise ValueError(f"stages.trainer.run.{name}: {value}; give 0 for never, or more")
+        if step_timeout_s <= 0:
+            raise ValueError(f"stages.trainer.run.step_timeout_s: {step_timeout_s}; give more than 0")
+        if keep_checkpoints < 1:
+            raise ValueError(f"stages.trainer.run.keep_checkpoints: {keep_checkpoints}; give at least 1")
         self._trainer, self._steps = trainer, steps
         self._eval_every, self._checkpoint_every, self._keep = eval_every, checkpoint_every, keep_checkpoints
         self._step_timeout_s, self._run_dir = step_timeout_s, Path(run_dir)
@@ -46,6 +53,15 @@ class TrainingLoop:
         self._phase = "starting"
         self._metrics: dict[str, float] = {}
         self._background: asyncio.Task[Evaluation] | None = None
+
+    @staticmethod
+    def describe(options: Mapping[str, Any]) -> dict[str, Any]:
+        """Sizes for the plan."""
+        return {
+            "steps": options["steps"],
+            "eval_every": options["eval_every"],
+            "checkpoint_every": options["checkpoint_every"],
+        }
 
     async def start(self) -> None:
         """Load the policy into the trainer."""

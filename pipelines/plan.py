@@ -1,4 +1,4 @@
-"""Turn a composed config into a checked, ordered graph of stages. Pure: nothing is built, started or written.
+"""Turn a composed config into a checked, ordered graph of stages. Pure: nothing is started or written.
 
 Whatever can be known wrong about a run is found here, so that no run fails an hour in for a typo.
 """
@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from pipelines.errors import ConfigError, Problem, did_you_mean
 from pipelines.origin import Path, children, origin
+from pipelines.rehearse import rehearse
 from pipelines.schema import RunShell
 from pipelines.signature import ALLOWED, TargetError, Where, check_tree, load
 
@@ -85,6 +86,8 @@ def make_plan(
         problems.append(Problem("stages", cycle, "a cycle: none of these can start first; remove one of the needs"))
     if not problems:
         problems += _check_drivers(stages, allowed)
+    if not problems:
+        problems += rehearse(stages)
     if problems:
         raise ConfigError(problems)
     notes = _ask_checks(config, allowed)

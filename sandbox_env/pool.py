@@ -65,7 +65,10 @@ class SandboxPool:
         run_id: str = "",
     ) -> None:
         if size < 1:
-            raise ValueError(f"sandboxes.run.size: {size}; at least 1")
+            raise ValueError(f"sandbox.size: {size}; at least 1")
+        for name, value in (("lease_timeout_s", lease_timeout_s), ("preflight_timeout_s", preflight_timeout_s)):
+            if value <= 0:
+                raise ValueError(f"sandbox.{name}: {value}; give more than 0")
         self._data = data
         self._provider = provider
         self._size = size
@@ -81,6 +84,12 @@ class SandboxPool:
         self._num_waiting = self._num_created = self._num_closed = self._num_failed = self._num_expired = 0
         self._sweeper: asyncio.Task[None] | None = None
         self._stopped = False
+
+    @staticmethod
+    def describe(options: Mapping[str, Any]) -> dict[str, Any]:
+        """Sizes for the plan, and what will be started."""
+        provider = options["provider"]["_target_"].rsplit(".", 1)[-1]
+        return {"size": options["size"], "starts": f"at most {options['size']} sandboxes at once, by {provider}"}
 
     async def start(self) -> None:
         """Start the provider, check every task, and try one sandbox. Raises what is wrong, with the remedy."""

@@ -40,9 +40,9 @@ class Fleet:
         status_timeout_s: float = 15.0,
     ) -> None:
         if num_replicas < 1:
-            raise ValueError(f"fleet.num_replicas: {num_replicas}; must be at least 1")
+            raise ValueError(f"stages.fleet.run.num_replicas: {num_replicas}; give at least 1")
         if pause_mode not in ("in_place", "retract", "abort"):
-            raise ValueError(f"fleet.pause_mode: {pause_mode}; choose in_place, retract or abort")
+            raise ValueError(f"stages.fleet.run.pause_mode: {pause_mode}; choose in_place, retract or abort")
         self._data, self._engine, self._router = data, engine, router
         self._num_replicas, self._log_dir = num_replicas, log_dir
         self._pause_mode, self._flush_cache = pause_mode, flush_cache
@@ -52,6 +52,13 @@ class Fleet:
         self._router_url = ""
         self._version = -1
         self._publishing = asyncio.Lock()
+
+    @staticmethod
+    def describe(options: Mapping[str, Any]) -> dict[str, Any]:
+        """Sizes for the plan, and what will be started."""
+        replicas, engine = options.get("num_replicas", 1), options["engine"]
+        kind = engine["_target_"].rsplit(".", 1)[-1]
+        return {"replicas": replicas, "starts": f"{replicas} x {kind} on {engine.get('device', 'gpu')}, 1 router"}
 
     async def start(self) -> None:
         """Launch all replicas at once, then the router. Raises `EngineError`, leaving nothing behind."""

@@ -44,6 +44,13 @@ class WarmStartOptions:
     learning_rate: float
     seed: int
 
+    def __post_init__(self) -> None:
+        for name in ("num_demonstrations", "steps", "batch_size", "learning_rate"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"model.warm_start.{name}: {getattr(self, name)}; give more than 0")
+        if not 0 <= self.mistake_rate <= 1:
+            raise ValueError(f"model.warm_start.mistake_rate: {self.mistake_rate}; give 0 to 1")
+
 
 def recipe_key(
     architecture: Architecture, vocab_size: int, options: WarmStartOptions, demonstrations: Iterable[Demonstration]

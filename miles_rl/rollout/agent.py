@@ -9,6 +9,8 @@ from typing import Any
 
 from sandbox_env.episode import EpisodeLimits
 
+CLOCKS = ("wall_clock_s", "command_timeout_s", "request_timeout_s", "lease_timeout_s")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agent:
@@ -31,7 +33,7 @@ class Agent:
     system_prompt: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("turn_tokens", "session_tokens", "max_turns", "wall_clock_s", "command_timeout_s"):
+        for name in ("turn_tokens", "session_tokens", "max_turns", "observation_chars", *CLOCKS):
             if getattr(self, name) <= 0:
                 raise ValueError(f"rollout.agent.{name}: {getattr(self, name)}; give more than 0")
         if self.temperature <= 0:

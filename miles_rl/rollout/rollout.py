@@ -50,6 +50,11 @@ class Rollout:
     ) -> None:
         self._data, self._sandboxes, self._fleet = data, sandboxes, fleet
         self._mode, self._concurrency, self._batch_timeout_s = mode, concurrency, batch_timeout_s
+        for name, value in (("num_groups", num_groups), ("group_size", group_size), ("concurrency", concurrency)):
+            if value < 1:
+                raise ValueError(f"rollout.{name}: {value}; give at least 1")
+        if batch_timeout_s <= 0:
+            raise ValueError(f"rollout.batch_timeout_s: {batch_timeout_s}; give more than 0")
         self._num_groups, self._group_size, self._max_staleness = num_groups, group_size, max_staleness
         self._failure_limits = FailureLimits(max_failures_per_task, max_failures_in_a_row)
         self._run_dir, self._seed, self._agent = Path(run_dir), seed, agent
@@ -60,6 +65,18 @@ class Rollout:
         self._outcomes: Counter[str] = Counter()
         self._recent: deque[FinishedEpisode] = deque(maxlen=RECENT_EPISODES)
         self._since_batch: list[FinishedEpisode] = []
+
+    @staticmethod
+    def describe(options: Mapping[str, Any]) -> dict[str, Any]:
+        """Sizes for the plan."""
+        groups, size = options["num_groups"], options["group_size"]
+        return {
+            "batch": f"{groups} tasks x {size} episodes = {groups * size}",
+            "in flight": options["concurrency"],
+            "max_staleness": options["max_staleness"],
+            "turns": options["agent"]["max_turns"],
+            "session_tokens": options["agent"]["session_tokens"],
+        }
 
     async def start(self) -> None:
         """Connect to engines and sandboxes, open the ledger, and begin to admit samples."""

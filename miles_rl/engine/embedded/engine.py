@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 from pathlib import Path
+from typing import Literal
 
 from miles_rl.engine.base import EngineError, Replica
 from miles_rl.engine.client import EngineClient
@@ -51,8 +53,8 @@ class EmbeddedEngine:
     def __init__(
         self,
         device: str = "cpu",
-        dtype: str = "auto",
-        backend: str = "auto",
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        backend: Literal["auto", "qwen3", "transformers"] = "auto",
         num_threads: int = 1,
         max_context: int | None = None,
         max_running: int = 128,
@@ -63,6 +65,12 @@ class EmbeddedEngine:
         max_step_s: float = 120.0,
         host: str = "127.0.0.1",
     ) -> None:
+        if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
+            raise ValueError(f"engine.device: {device}; give cpu, cuda or cuda:N")
+        least = {"num_threads": num_threads, "max_running": max_running, "max_prefill_tokens": max_prefill_tokens}
+        for name, value in {**least, "running_kv_gib": running_kv_gib, "start_timeout_s": start_timeout_s}.items():
+            if value <= 0:
+                raise ValueError(f"engine.{name}: {value}; give more than 0")
         self._options: dict[str, object] = {
             "device": device,
             "dtype": dtype,

@@ -24,6 +24,8 @@ class Minibench:
     """
 
     def __init__(self, root: str, seed: int = 0) -> None:
+        if seed < 0:
+            raise ValueError(f"suite.seed: {seed}; give at least 0")
         self.root = Path(root).expanduser()
         self.seed = seed
 
