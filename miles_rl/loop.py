@@ -116,8 +116,8 @@ class TrainingLoop:
             metrics = dict(await asyncio.to_thread(self._trainer.step, batch))
         publish_start = time.time()
         self._phase = "publishing"
+        await self._publish(self._version + 1)
         self._version += 1
-        await self._publish()
         end = time.time()
         metrics |= await self._rollout.batch_metrics()
         metrics |= {
@@ -134,11 +134,11 @@ class TrainingLoop:
         }
         self._write(metrics)
 
-    async def _publish(self) -> None:
-        folder = self._run_dir / "weights" / f"v{self._version:06d}"
+    async def _publish(self, version: int) -> None:
+        folder = self._run_dir / "weights" / f"v{version:06d}"
         checksum = await asyncio.to_thread(self._trainer.export, str(folder))
-        await self._fleet.publish(str(folder), self._version, checksum)
-        await self._rollout.published(self._version)
+        await self._fleet.publish(str(folder), version, checksum)
+        await self._rollout.published(version)
         for old in sorted(folder.parent.glob("v*"))[:-KEPT_EXPORTS]:
             await asyncio.to_thread(shutil.rmtree, old)
 

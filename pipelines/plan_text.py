@@ -65,7 +65,7 @@ def _graph(plan: Plan) -> Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for stage in plan.stages:
-        sizes = ", ".join(f"{key} {show(value)}" for key, value in stage.figures.items() if key != "starts")
+        sizes = "; ".join(f"{key} {show(value)}" for key, value in stage.figures.items() if key != "starts")
         needs = ", ".join(stage.needs) or "nothing"
         table.add_row(stage.name, f"{stage.target}")
         table.add_row("", f"needs {needs}; takes {_resources(stage)}")

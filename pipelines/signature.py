@@ -42,7 +42,7 @@ def check_tree(
             yield Problem(where((*path, "_target_")), spec["_target_"], "cannot be called; name a class or a function")
         else:
             yield from _wrong_names(target.__name__, parameters, spec, path, where, injected)
-            yield from _wrong_types(target, _options(spec), path, where)
+            yield from _wrong_types(target, _options(spec), path, where, allowed)
     for key, child in children(node):
         yield from check_tree(child, (*path, key), where, allowed)
 
@@ -86,25 +86,29 @@ def _wrong_names(
             yield Problem(where((*path, key)), "missing", f"{name} needs it; set it")
 
 
-def _wrong_types(target: Any, options: Mapping[str, Any], path: Path, where: Where) -> Iterator[Problem]:
+def _wrong_types(
+    target: Any, options: Mapping[str, Any], path: Path, where: Where, allowed: Collection[str]
+) -> Iterator[Problem]:
     hints = annotations_of(target)
     for key, value in options.items():
         expected = hints.get(key, Any)
         for below, wrong, remedy in mismatches(value, expected):
             yield Problem(where((*path, key, *below)), wrong, remedy)
         if isinstance(value, dict) and "_target_" in value:
-            yield from _wrong_object(cast(dict[str, Any], value), expected, (*path, key), where)
+            yield from _wrong_object(cast(dict[str, Any], value), expected, (*path, key), where, allowed)
 
 
-def _wrong_object(spec: Mapping[str, Any], expected: Any, path: Path, where: Where) -> Iterator[Problem]:
+def _wrong_object(
+    spec: Mapping[str, Any], expected: Any, path: Path, where: Where, allowed: Collection[str]
+) -> Iterator[Problem]:
     """An object of the wrong class: `expected` is a class or a protocol that the named class does not satisfy."""
     try:
-        given = load(spec["_target_"], ("",))
+        given = load(spec["_target_"], allowed)
     except TargetError:
         return  # told where the object itself is checked
     if get_origin(expected) in (Union, types.UnionType):
         expected = next(iter(option for option in get_args(expected) if option is not type(None)), expected)
-    if not inspect.isclass(given) or not inspect.isclass(expected) or spec.get("_partial_"):
+    if not inspect.isclass(given) or not inspect.isclass(expected) or expected is Any or spec.get("_partial_"):
         return
     if getattr(expected, "_is_protocol", False):
         wanted = [n for n, member in vars(expected).items() if inspect.isfunction(member) and not n.startswith("_")]

@@ -39,11 +39,9 @@ SCHEMA = pa.schema(
     [
         ("kind", pa.dictionary(pa.int8(), pa.string())),
         ("task", pa.string()),
-        ("split", pa.string()),
         ("group_id", pa.int64()),
         ("sample_id", pa.string()),
         ("attempt", pa.int32()),
-        ("step", pa.int32()),
         ("version", pa.int32()),
         ("oldest_version", pa.int32()),
         ("newest_version", pa.int32()),
@@ -67,7 +65,7 @@ SCHEMA = pa.schema(
 )
 """The columns of `episodes/*.parquet`; `EpisodeRecord` says what each means. Null is always "does not apply"."""
 
-REPEATING = ["kind", "task", "split", "outcome", "stop_reason"]
+REPEATING = ["kind", "task", "outcome", "stop_reason"]
 """Columns worth a dictionary; trying one on every column makes writing two to three times slower."""
 
 PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "versions")
@@ -78,7 +76,7 @@ class EpisodeRecord:
     """One episode as it is kept, whatever became of it.
 
     `version` is the version of the weights that the episode was admitted under (train) or that the evaluation speaks
-    for (eval); `step` is the number of optimizer steps done at that moment. `attempt` counts from 0 and rises when an
+    for (eval), which is also the number of optimizer steps done. `attempt` counts from 0 and rises when an
     infrastructure failure made the sample run again. `reward` is None unless the outcome is SCORED, and then finite.
     Times are seconds since the epoch: `started_s` when a sandbox was asked for, `ready_s` when it was there (None if
     it never was), `finished_s` when the outcome was known. The arrays are [T] and aligned as in
@@ -95,10 +93,8 @@ class EpisodeRecord:
     started_s: float
     finished_s: float
     ready_s: float | None = None
-    split: str | None = None
     group_id: int | None = None
     attempt: int = 0
-    step: int | None = None
     version: int | None = None
     reward: float | None = None
     turns: Sequence[Turn] = ()

@@ -136,6 +136,8 @@ class Rollout:
     async def status(self) -> Mapping[str, Any]:
         """Figures for the display; raises what broke the admission of samples."""
         self._raise_failure()
+        if not hasattr(self, "_scheduler"):
+            return {}
         rewards = [e.result.reward for e in self._recent if e.result.reward is not None]
         return {
             "running": len(self._running),

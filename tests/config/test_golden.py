@@ -42,7 +42,13 @@ def test_the_default_plans_the_whole_graph():
     assert [stage.name for stage in plan.stages] == ["data", "sandboxes", "fleet", "eval", "rollout", "trainer"]
     assert plan.driver == "trainer"
     text = plain(plan)
-    for part in ("sandboxes", "concurrency 32", "inert: loss.clip_low"):
+    for part in (
+        "train train69, 69 tasks; eval eval20, 20 tasks",
+        "batch 8 tasks x 8 episodes = 64; in flight 32; max_staleness 3",
+        "sandboxes: at most 64 sandboxes at once, by LocalProvider",
+        "fleet: 1 x EmbeddedEngine on cpu, 1 router",
+        "inert: loss.clip_low, loss.clip_high: (0.2, 0.28); with one optimizer step per batch",
+    ):
         assert part in text
 
 

@@ -116,7 +116,7 @@ def test_the_key_changes_with_everything_that_determines_the_policy() -> None:
     for field in dataclasses.fields(SHAPE):
         keys.append(key(shape=dataclasses.replace(SHAPE, **{field.name: getattr(SHAPE, field.name) + 1})))
     for field in dataclasses.fields(OPTIONS):
-        keys.append(key(options=dataclasses.replace(OPTIONS, **{field.name: getattr(OPTIONS, field.name) + 1})))
+        keys.append(key(options=dataclasses.replace(OPTIONS, **{field.name: getattr(OPTIONS, field.name) * 2 or 1})))
     assert len(set(keys)) == len(keys)
     assert key() == keys[0]
 

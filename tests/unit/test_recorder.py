@@ -13,11 +13,9 @@ def scored(sample_id: str = "g1-0", reward: float = 1.0) -> EpisodeRecord:
     mask = np.array([0, 0, 1, 1, 0, 1], np.bool_)
     return EpisodeRecord(
         kind="train",
-        split="train69",
         sample_id=sample_id,
         group_id=1,
         task="count-lines-03",
-        step=4,
         version=3,
         token_ids=np.array([5, 6, 7, 8, 9, 10], np.int32),
         loss_mask=mask,
@@ -74,7 +72,7 @@ def test_tokens_turns_versions_and_timings_come_back_as_they_went_in(tmp_path: P
     (row,) = query(
         tmp_path,
         "select token_ids, loss_mask, logprobs, versions, turns, timings, oldest_version, newest_version,"
-        " num_policy_tokens, started_s, ready_s, finished_s, split, step, version, prompt_text, group_id from EPISODES",
+        " num_policy_tokens, started_s, ready_s, finished_s, version, prompt_text, group_id from EPISODES",
     )
     assert row[0] == [5, 6, 7, 8, 9, 10]
     assert row[1] == [False, False, True, True, False, True]
@@ -92,7 +90,7 @@ def test_tokens_turns_versions_and_timings_come_back_as_they_went_in(tmp_path: P
     }
     assert row[4][1]["command"] is None
     assert row[5] == {"sandbox_s": 0.05, "verify_s": 0.1}
-    assert row[6:] == (3, 4, 3, 100.0, 100.5, 103.0, "train69", 4, 3, "How many lines?", 1)
+    assert row[6:] == (3, 4, 3, 100.0, 100.5, 103.0, 3, "How many lines?", 1)
 
 
 def test_a_failed_episode_keeps_its_cause_and_has_empty_arrays(tmp_path: Path) -> None:
