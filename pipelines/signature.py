@@ -94,7 +94,7 @@ def _wrong_types(
         expected = hints.get(key, Any)
         for below, wrong, remedy in mismatches(value, expected):
             yield Problem(where((*path, key, *below)), wrong, remedy)
-        if isinstance(value, dict) and "_target_" in value:
+        if key in hints and expected != Any and isinstance(value, dict) and "_target_" in value:
             yield from _wrong_object(cast(dict[str, Any], value), expected, (*path, key), where, allowed)
 
 
@@ -108,7 +108,7 @@ def _wrong_object(
         return  # told where the object itself is checked
     if get_origin(expected) in (Union, types.UnionType):
         expected = next(iter(option for option in get_args(expected) if option is not type(None)), expected)
-    if not inspect.isclass(given) or not inspect.isclass(expected) or expected is Any or spec.get("_partial_"):
+    if not inspect.isclass(given) or not inspect.isclass(expected) or spec.get("_partial_"):
         return
     if getattr(expected, "_is_protocol", False):
         wanted = [n for n, member in vars(expected).items() if inspect.isfunction(member) and not n.startswith("_")]

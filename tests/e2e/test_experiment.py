@@ -50,10 +50,14 @@ def test_a_run_leaves_its_result_metrics_episodes_ledger_and_report(finished: Pa
     assert [line["step"] for line in lines if "train/loss" in line] == [1, 2]
     assert (finished / "report.html").stat().st_size > 10_000
     episodes = f"'{finished}/episodes/*.parquet'"
-    bad = duckdb.sql(
-        f"select count(*) from {episodes} where len(token_ids) != len(loss_mask) or len(token_ids) != len(logprobs)"
-        " or len(token_ids) != len(versions) or (reward is null) = (outcome = 'scored')"
-    ).fetchall()
+    bad = (
+        duckdb.connect()
+        .execute(
+            f"select count(*) from {episodes} where len(token_ids) != len(loss_mask) or len(token_ids) != len(logprobs)"
+            " or len(token_ids) != len(versions) or (reward is null) = (outcome = 'scored')"
+        )
+        .fetchall()
+    )
     assert bad == [(0,)]
     states = dict(
         sqlite3.connect(finished / "ledger.sqlite").execute("select state, count(*) from samples group by state")
