@@ -68,6 +68,9 @@ def explain(error: Exception, overrides: Sequence[str]) -> Problem | None:
     if isinstance(error, OverrideParseException):
         detail = [line for line in str(error).splitlines() if not line.startswith(("Error parsing", "See "))]
         return Problem("command line", error.override, f"not of the form key=value ({'; '.join(detail)})")
+    if isinstance(error, OSError) and error.filename:
+        reason = (error.strerror or "it cannot be made").lower()
+        return Problem("run_dir", error.filename, f"{reason}: give a folder that can be written")
     if isinstance(error, YAMLError):
         mark = getattr(error, "problem_mark", None)
         where = f"{mark.name}, line {mark.line + 1}" if mark is not None else "conf"
