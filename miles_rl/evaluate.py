@@ -18,6 +18,7 @@ from typing import Any
 
 from scipy.special import stdtrit
 
+from miles_rl.deadline import deadline
 from miles_rl.engine.client import EngineClient
 from miles_rl.rollout.agent import Agent
 from miles_rl.rollout.chat import ChatRenderer
@@ -124,7 +125,8 @@ class Evaluator:
         Raises `TimeoutError` after `timeout_s`, and `RuntimeError` if a task has no episode that was scored.
         """
         started, self._count = time.time(), self._count + 1
-        async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
+        limit = deadline("stages.eval.run.timeout_s", self._timeout_s, "the evaluation")
+        async with limit, asyncio.TaskGroup() as group:
             plays = [
                 group.create_task(self._play(t, i, version)) for t in self._tasks for i in range(self._num_samples)
             ]

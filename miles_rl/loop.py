@@ -8,10 +8,12 @@ import logging
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 from miles_rl.checkpoint import Checkpoint
+from miles_rl.deadline import deadline
 from miles_rl.evaluate import Evaluation, paired_change
 from miles_rl.metrics import MetricsWriter
 from miles_rl.trainer.base import Trainer
@@ -112,11 +114,12 @@ class TrainingLoop:
             raise RuntimeError(f"trainer: batch for version {batch.version}, but the weights are {self._version}")
         train_start = time.time()
         self._phase = "training"
-        async with asyncio.timeout(self._step_timeout_s):
+        async with self._deadline("the optimizer step"):
             metrics = dict(await asyncio.to_thread(self._trainer.step, batch))
         publish_start = time.time()
         self._phase = "publishing"
-        await self._publish(self._version + 1)
+        async with self._deadline("publishing the weights"):
+            await self._publish(self._version + 1)
         self._version += 1
         end = time.time()
         metrics |= await self._rollout.batch_metrics()
@@ -148,9 +151,12 @@ class TrainingLoop:
             self._trainer.save(str(folder))
 
         cursor = await self._rollout.cursor()
-        await asyncio.to_thread(
-            Checkpoint.write, self._run_dir, self._version, cursor, self._train_hash, save, self._keep
-        )
+        args = (self._run_dir, self._version, cursor, self._train_hash, save, self._keep)
+        async with self._deadline("writing a checkpoint"):
+            await asyncio.to_thread(Checkpoint.write, *args)
+
+    def _deadline(self, what: str) -> AbstractAsyncContextManager[None]:
+        return deadline("stages.trainer.run.step_timeout_s", self._step_timeout_s, what)
 
     async def _evaluate(self, phase: str) -> Evaluation:
         self._phase = phase

@@ -74,10 +74,6 @@ class Ledger:
         rows = self._db.execute("SELECT sample_id FROM samples WHERE state IN (?, ?)", states).fetchall()
         self.discard([row[0] for row in rows], reason)
 
-    def last_group_id(self) -> int:
-        """The highest group id ever admitted, or -1."""
-        return int(self._db.execute("SELECT COALESCE(MAX(group_id), -1) FROM samples").fetchone()[0])
-
     def counts(self) -> dict[str, int]:
         """Number of attempts per state."""
         return dict(self._db.execute("SELECT state, COUNT(*) FROM samples GROUP BY state").fetchall())

@@ -18,7 +18,6 @@ def test_every_attempt_is_a_row_that_ends_in_one_state(tmp_path: Path) -> None:
     assert ledger.counts() == {"trained": 1, "discarded": 1, "failed": 1, "running": 1}
     ledger.discard_unfinished("the run ended")
     assert ledger.counts() == {"trained": 1, "discarded": 2, "failed": 1}
-    assert ledger.last_group_id() == 0
 
 
 def test_the_ledger_can_be_read_while_it_is_written(tmp_path: Path) -> None:
