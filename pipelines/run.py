@@ -26,6 +26,7 @@ from pipelines.observer import Observer
 from pipelines.origin import resolve
 from pipelines.plan import Plan, make_plan
 from pipelines.result import write_atomic, write_config, write_result
+from pipelines.say import say
 from pipelines.supervise import Ending
 
 EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 130}
@@ -103,7 +104,7 @@ def execute(plan: Plan, run_dir: Path, overrides: Sequence[str] = ()) -> int:
         result = write_result(run_dir, plan, ending, time.monotonic() - begin, overrides)
         report = _report(run_dir)
     for line in closing_lines(result, report):
-        print(line)
+        say(line)
     return EXIT_CODES[ending.status]
 
 

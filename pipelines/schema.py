@@ -25,6 +25,7 @@ GROUPS = (
     "trainer",
     "loss",
     "cluster",
+    "faults",
 )
 """Groups whose values are config; `pipeline` fills `stages`, `experiment` changes any key."""
 
@@ -74,6 +75,7 @@ class RunShell:
     steps: int = MISSING
     plan_only: bool = False
     resume: str | None = None
+    resume_changed: bool = False
     run_dir: str = MISSING
     checks: list[str] = field(default_factory=list[str])
     model: Any = MISSING
@@ -88,6 +90,7 @@ class RunShell:
     trainer: Any = MISSING
     loss: Any = MISSING
     cluster: Cluster = field(default_factory=Cluster)
+    faults: Any = MISSING
     stages: dict[str, StageShell] = field(default_factory=dict[str, StageShell])
 
 

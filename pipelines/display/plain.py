@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, TextIO
 
 from pipelines.display.board import Board
+from pipelines.say import say
 from pipelines.wording import clean, duration, figure, percent, percent_interval
 
 
@@ -76,11 +76,4 @@ class PlainDisplay:
         return "  ".join(parts)
 
     def _line(self, text: str) -> None:
-        try:
-            self._out.write(f"[{self._board.elapsed_s:7.1f} s] {text.rstrip()}\n")
-            self._out.flush()
-        except BrokenPipeError:
-            # Also what others print later, and what is flushed at exit, must find an open file.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._out.fileno())
-            os.close(nowhere)
+        say(f"[{self._board.elapsed_s:7.1f} s] {text.rstrip()}", self._out)
