@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from miles_rl.engine.client import EngineClient
 from miles_rl.rollout.agent import Agent
 from miles_rl.rollout.chat import ChatRenderer
-from miles_rl.rollout.ledger import Ledger
+from miles_rl.rollout.collector import Collector, PlayedSample
+from miles_rl.rollout.groups import Sample
+from miles_rl.rollout.ledger import LEDGER_FILE, Ledger, Resumed
+from miles_rl.rollout.order import TaskOrder
 from miles_rl.rollout.recorder import EpisodeRecorder
 from miles_rl.rollout.runner import EpisodeRunner, FinishedEpisode
-from miles_rl.rollout.scheduler import FailureLimits, Sample, Scheduler, TaskOrder
+from miles_rl.rollout.scheduler import FailureLimits, Scheduler
 from miles_rl.types import Batch, Outcome, StopReason, WeightVersion
 from sandbox_env.task import Task
 
@@ -47,24 +50,35 @@ class Rollout:
         run_dir: str,
         seed: int,
         agent: Agent,
+        admission: Literal["sample", "group"] = "sample",
+        protect_after: int | None = 1,
+        short_groups: Literal["halt", "discard", "train"] = "halt",
+        stop_timeout_s: float = 15.0,
     ) -> None:
         self._data, self._sandboxes, self._fleet = data, sandboxes, fleet
-        self._mode, self._concurrency, self._batch_timeout_s = mode, concurrency, batch_timeout_s
-        for name, value in (("num_groups", num_groups), ("group_size", group_size), ("concurrency", concurrency)):
+        counts = {"num_groups": num_groups, "group_size": group_size, "concurrency": concurrency}
+        limits = {"max_failures_per_task": max_failures_per_task, "max_failures_in_a_row": max_failures_in_a_row}
+        for name, value in {**counts, **limits}.items():
             if value < 1:
                 raise ValueError(f"rollout.{name}: {value}; give at least 1")
-        if batch_timeout_s <= 0:
-            raise ValueError(f"rollout.batch_timeout_s: {batch_timeout_s}; give more than 0")
-        self._num_groups, self._group_size, self._max_staleness = num_groups, group_size, max_staleness
-        self._failure_limits = FailureLimits(max_failures_per_task, max_failures_in_a_row)
+        for name, seconds in (("batch_timeout_s", batch_timeout_s), ("stop_timeout_s", stop_timeout_s)):
+            if seconds <= 0:
+                raise ValueError(f"rollout.{name}: {seconds}; give more than 0")
+        if protect_after is not None and protect_after < 0:
+            raise ValueError(f"rollout.protect_after: {protect_after}; give 0 or more, or null to protect no task")
+        self._mode, self._batch_timeout_s, self._stop_timeout_s = mode, batch_timeout_s, stop_timeout_s
+        self._scheduling: dict[str, Any] = {
+            **counts,
+            "max_staleness": max_staleness,
+            "admission": admission,
+            "protect_after": protect_after,
+            "short_groups": short_groups,
+            "limits": FailureLimits(max_failures_per_task, max_failures_in_a_row),
+        }
         self._run_dir, self._seed, self._agent = Path(run_dir), seed, agent
-        self._running: dict[asyncio.Task[None], Sample] = {}
-        self._may_admit, self._may_take = asyncio.Event(), asyncio.Event()
-        self._admission: asyncio.Task[None] | None = None
-        self._failure: BaseException | None = None
-        self._outcomes: Counter[str] = Counter()
         self._recent: deque[FinishedEpisode] = deque(maxlen=RECENT_EPISODES)
         self._since_batch: list[FinishedEpisode] = []
+        self._collector: Collector | None = None
 
     @staticmethod
     def describe(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,154 +95,111 @@ class Rollout:
     async def start(self) -> None:
         """Connect to engines and sandboxes, open the ledger, and begin to admit samples."""
         initial, endpoints = await self._data.initial_policy(), await self._fleet.endpoints()
-        cursor: Mapping[str, Any] = initial.get("cursor") or {}
         self._tasks: dict[str, Task] = {t.name: t for t in await self._data.tasks("train")}
         self._client = EngineClient(endpoints["router"], timeout_s=self._agent.request_timeout_s)
         renderer = ChatRenderer(initial["model_dir"])
         self._runner = EpisodeRunner(self._sandboxes, self._client, renderer, self._agent)
-        self._ledger = Ledger(self._run_dir / "ledger.sqlite")
         self._recorder = EpisodeRecorder(self._run_dir / "episodes")
-        self._scheduler = Scheduler(
-            TaskOrder(list(self._tasks), self._seed, cursor.get("drawn", 0), cursor.get("requeued", ())),
-            num_groups=self._num_groups,
-            group_size=self._group_size,
-            max_staleness=self._max_staleness,
-            limits=self._failure_limits,
+        self._ledger, resumed = self._open_ledger(initial)
+        scheduler = Scheduler(
+            TaskOrder(list(self._tasks), self._seed, **resumed.cursor),
             version=initial["version"],
-            next_group_id=cursor.get("next_group_id", 0),
+            groups=resumed.groups,
+            next_group_id=resumed.next_group_id,
+            **self._scheduling,
         )
-        self._admission = asyncio.create_task(self._admit_forever())
+        self._collector = Collector(
+            scheduler,
+            self._ledger,
+            self._play,
+            batch_timeout_s=self._batch_timeout_s,
+            stop_timeout_s=self._stop_timeout_s,
+        )
+        self._collector.start()
 
     async def next_batch(self) -> Batch:
         """The next batch for the trainer. `TimeoutError` after `batch_timeout_s` says what was waited for."""
-        try:
-            async with asyncio.timeout(self._batch_timeout_s):
-                while (batch := self._take()) is None:
-                    self._raise_failure()
-                    self._may_take.clear()
-                    await self._may_take.wait()
-        except TimeoutError:
-            figures = dict(self._scheduler.figures())
-            raise TimeoutError(
-                f"rollout.batch_timeout_s: {self._batch_timeout_s:g}; no batch of {self._num_groups} groups in time"
-                f" ({figures}, {len(self._running)} samples running); see the ledger and log.txt"
-            ) from None
-        self._ledger.train([t.sample_id for t in batch.trajectories], batch.version)
-        self._may_admit.set()
-        return batch
+        return await self._started.next_batch()
 
     async def published(self, version: WeightVersion) -> None:
         """The engines run `version` now; admission goes by it."""
-        self._scheduler.published(version)
-        self._may_admit.set()
+        self._started.published(version)
 
-    async def cursor(self) -> dict[str, Any]:
-        """Where the data stands, for a checkpoint."""
-        return self._scheduler.cursor()
+    async def save(self, folder: str) -> None:
+        """Write the ledger, with all that a resume needs of it, into the folder of a checkpoint."""
+        await asyncio.to_thread(self._ledger.save, Path(folder))
+
+    async def committed(self, version: WeightVersion, kept: list[WeightVersion]) -> None:
+        """The checkpoint of `version` is complete; those of `kept` are still there."""
+        self._ledger.committed(version, kept)
 
     async def batch_metrics(self) -> dict[str, float]:
-        """Metrics of the episodes that ended since the last call."""
+        """Metrics of the episodes that ended since the last call, and counts since the start of failures by outcome
+        and task, and of groups too old to train on by task.
+        """
         episodes, self._since_batch = self._since_batch, []
-        figures = self._scheduler.figures()
-        totals = {"async/stale_samples": figures["stale"], "rollout/failed": figures["failed"]}
-        return {**episode_metrics(episodes), **totals}
+        scheduler = self._started.scheduler
+        figures = scheduler.figures()
+        totals: dict[str, float] = {"async/stale_groups": figures["stale"], "rollout/failed": figures["failed"]}
+        for (task, outcome), count in scheduler.failures.items():
+            for name in (f"rollout/{outcome}", f"rollout/failed_by_task/{task}"):
+                totals[name] = totals.get(name, 0) + count
+        stale = {f"async/stale_by_task/{task}": float(count) for task, count in scheduler.stale_by_task.items()}
+        return {**episode_metrics(episodes), **totals, **stale}
 
     async def status(self) -> Mapping[str, Any]:
         """Figures for the display; raises what broke the admission of samples."""
-        self._raise_failure()
-        if not hasattr(self, "_scheduler"):
+        if self._collector is None:
             return {}
+        self._collector.raise_failure()
         rewards = [e.result.reward for e in self._recent if e.result.reward is not None]
-        return {
-            "running": len(self._running),
-            "scored": self._outcomes[Outcome.SCORED],
-            "reward_mean": sum(rewards) / len(rewards) if rewards else None,
-            "outcomes": dict(self._outcomes),
-            **self._scheduler.figures(),
-        }
+        return {"reward_mean": sum(rewards) / len(rewards) if rewards else None, **self._collector.figures()}
 
     async def finish(self) -> None:
         """No more batches are wanted: cancel what runs, account for it in the ledger, flush the episodes."""
-        if self._admission is None:
-            return
-        tasks, self._admission = [self._admission, *self._running], None
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._ledger.discard_unfinished("the run ended")
-        self._recorder.close()
+        if self._collector is not None:
+            try:
+                await self._collector.finish()
+            finally:
+                self._recorder.close()
 
     async def stop(self) -> None:
         """Finish, and close the ledger and the connections."""
-        await self.finish()
-        if hasattr(self, "_client"):
-            self._ledger.close()
-            await self._client.close()
-
-    def _take(self) -> Batch | None:
-        for group in self._scheduler.drop_stale():
-            self._ledger.discard([t.sample_id for t in group.trajectories], "stale")
-            log.warning("group %d of %s dropped: older than max_staleness", group.group_id, group.task)
-        return self._scheduler.take_batch()
-
-    async def _admit_forever(self) -> None:
         try:
-            while self._failure is None:
-                while len(self._running) < self._concurrency and (sample := self._scheduler.next_sample()):
-                    self._ledger.admit(
-                        sample.sample_id,
-                        sample.group_id,
-                        sample.index,
-                        sample.attempt,
-                        sample.task,
-                        self._scheduler.engine_version,
-                    )
-                    task = asyncio.create_task(self._play(sample))
-                    self._running[task] = sample
-                    task.add_done_callback(self._ended)
-                self._may_admit.clear()
-                await self._may_admit.wait()
-        except Exception as error:
-            self._fail(error)
+            await self.finish()
+        finally:
+            if self._collector is not None:
+                self._ledger.close()
+            if hasattr(self, "_client"):
+                await self._client.close()
 
-    async def _play(self, sample: Sample) -> None:
-        episode = await self._runner.run(self._tasks[sample.task], sample.sample_id)
-        result = episode.result
+    @property
+    def _started(self) -> Collector:
+        if self._collector is None:
+            raise RuntimeError("rollout: used before start")
+        return self._collector
+
+    def _open_ledger(self, initial: Mapping[str, Any]) -> tuple[Ledger, Resumed]:
+        path = self._run_dir / LEDGER_FILE
+        if "checkpoint_dir" not in initial:
+            return Ledger(path), Resumed()
+        sources = [Path(initial[name]) / LEDGER_FILE for name in ("run_dir", "checkpoint_dir")]
+        ledger, resumed = Ledger.resume(sources, path, initial["version"])
+        num_scored = sum(len(group.scored) for group in resumed.groups)
+        log.info("resumed with %d open groups, %d of their samples scored", len(resumed.groups), num_scored)
+        return ledger, resumed
+
+    async def _play(self, sample: Sample, on_ready: Callable[[str], None]) -> PlayedSample:
+        episode = await self._runner.run(self._tasks[sample.task], sample.sample_id, on_ready)
+        result, version = episode.result, self._started.scheduler.engine_version
         self._recent.append(episode)
         self._since_batch.append(episode)
-        self._outcomes[result.outcome] += 1
         self._recorder.record(
-            episode.record(
-                kind="train",
-                group_id=sample.group_id,
-                attempt=sample.attempt,
-                version=self._scheduler.engine_version,
-            )
+            episode.record(kind="train", group_id=sample.group_id, attempt=sample.attempt, version=version)
         )
-        if result.outcome is Outcome.SCORED and result.reward is not None:
-            trajectory = episode.trajectory(sample.group_id)
-            self._ledger.score(sample.sample_id, result.reward, trajectory.oldest_version, episode.sandbox_id)
-            self._scheduler.succeed(sample, trajectory)
-        else:
-            self._ledger.fail(sample.sample_id, f"{result.outcome}: {result.detail}")
-            log.warning("%s of %s: %s: %s", sample.sample_id, sample.task, result.outcome, result.detail)
-            self._scheduler.fail(sample, result.outcome, result.detail)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.pop(task, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-        self._may_admit.set()
-        self._may_take.set()
-
-    def _fail(self, error: BaseException) -> None:
-        log.error("rollout failed: %s", error, exc_info=error)
-        self._failure = self._failure or error
-        self._may_take.set()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if result.outcome is not Outcome.SCORED:
+            return PlayedSample(result.outcome, detail=result.detail)
+        return PlayedSample(Outcome.SCORED, episode.trajectory(sample.group_id))
 
 
 def episode_metrics(episodes: list[FinishedEpisode]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -102,8 +103,13 @@ class EpisodeRunner:
     renderer: ChatRenderer
     agent: Agent
 
-    async def run(self, task: Task, sample_id: str) -> FinishedEpisode:
-        """Lease a sandbox, play, score, release. A failure of infrastructure is an outcome, not an exception."""
+    async def run(
+        self, task: Task, sample_id: str, on_ready: Callable[[str], None] = lambda sandbox_id: None
+    ) -> FinishedEpisode:
+        """Lease a sandbox, play, score, release. A failure of infrastructure is an outcome, not an exception.
+
+        `on_ready` is called with the sandbox's id when it is there.
+        """
         policy = TokenPolicy(self.client, self.renderer, self.agent, task.instruction, sample_id)
         episode = FinishedEpisode(task, sample_id, EpisodeResult(), policy, started_s=time.time())
         try:
@@ -113,6 +119,7 @@ class EpisodeRunner:
         else:
             try:
                 episode.ready_s, episode.sandbox_id = time.time(), lease_id
+                on_ready(lease_id)
                 sandbox = LeasedSandbox(self.sandboxes, lease_id)
                 episode.result = await run_episode(task, sandbox, policy, self.agent.limits)
             finally:

@@ -8,67 +8,32 @@ Admission. A group waits behind the groups opened before it, so the batch it wil
 samples is admitted: `consume_version + rank // num_groups`. The sample is admitted only if that is at most
 `max_staleness` above `engine_version`. With `max_staleness=0` this is synchronous training: a batch is generated with
 the very weights that will consume it. At consumption the rule is checked again, on the oldest token.
+
+Stale groups. Fast groups may overtake a slow one. A group that is too old for the next batch is dropped and its task
+queued again, first. Left at that, slow tasks would starve; so a task that was dropped `protect_after` times is
+protected: no batch is taken that would make its open group too old, and its samples are admitted before all others.
+
+Short groups. A member that infrastructure failed is refilled. If a task fails `limits.per_task` times in a row, then by
+`short_groups` the run halts, or the group is discarded, or (`train`) the member is given up and the group goes on with
+the others, whose statistics are then over fewer; with less than two it is discarded.
 """
 
 from __future__ import annotations
 
-import random
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
 
-from miles_rl.types import Batch, Group, Outcome, Trajectory, WeightVersion
+from miles_rl.rollout.groups import DroppedGroup, OpenGroup, Sample, UnfinishedGroup
+from miles_rl.rollout.order import TaskOrder
+from miles_rl.types import Batch, Outcome, Trajectory, WeightVersion
+
+MIN_GROUP = 2
 
 
 class RolloutHalted(Exception):
     """Failures look deterministic: going on would only repeat them. The message says what failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One attempt at one member of a group."""
-
-    group_id: int
-    index: int
-    attempt: int
-    task: str
-
-    @property
-    def sample_id(self) -> str:
-        """Unique within the run: `g<group>.<index>.<attempt>`."""
-        return f"g{self.group_id}.{self.index}.{self.attempt}"
-
-
-class TaskOrder:
-    """Tasks for ever, epoch by epoch, each epoch shuffled by the seed alone. Re-queued tasks come first."""
-
-    def __init__(self, tasks: Sequence[str], seed: int, drawn: int = 0, requeued: Sequence[str] = ()) -> None:
-        if not tasks:
-            raise ValueError("dataset: no tasks to train on")
-        self._tasks, self._seed = list(tasks), seed
-        self._epoch, self._shuffled = -1, list[str]()
-        self.drawn = drawn
-        self.requeued = deque(requeued)
-
-    def next(self) -> str:
-        """Name of the next task."""
-        if self.requeued:
-            return self.requeued.popleft()
-        epoch, position = divmod(self.drawn, len(self._tasks))
-        if epoch != self._epoch:
-            self._epoch, self._shuffled = epoch, list(self._tasks)
-            random.Random(f"{self._seed}/{epoch}").shuffle(self._shuffled)
-        self.drawn += 1
-        return self._shuffled[position]
-
-
-@dataclass(slots=True)
-class _OpenGroup:
-    task: str
-    attempts: list[int]
-    waiting: deque[int]
-    scored: dict[int, Trajectory] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +45,11 @@ class FailureLimits:
 
 
 class Scheduler:
-    """Admits samples, assembles groups by task, hands out batches, refills failures sample by sample."""
+    """Admits samples, assembles groups by task, hands out batches, refills failures sample by sample.
+
+    At most `concurrency` samples run. With `admission="sample"` a place is free again as soon as its sample ended;
+    with `group` a group holds the places of all its members until its last one ended, so that whole groups move.
+    """
 
     def __init__(
         self,
@@ -90,99 +59,190 @@ class Scheduler:
         group_size: int,
         max_staleness: int,
         limits: FailureLimits,
+        concurrency: int,
+        admission: Literal["sample", "group"] = "sample",
+        protect_after: int | None = 1,
+        short_groups: Literal["halt", "discard", "train"] = "halt",
         version: WeightVersion = 0,
+        groups: Iterable[UnfinishedGroup] = (),
         next_group_id: int = 0,
     ) -> None:
-        self._order, self._limits = order, limits
+        self.order, self._limits = order, limits
         self._num_groups, self._group_size, self._max_staleness = num_groups, group_size, max_staleness
-        self._open: dict[int, _OpenGroup] = {}
-        self._ready: dict[int, Group] = {}
+        self._concurrency, self._by_group = concurrency, admission == "group"
+        self._protect_after, self._short_groups = protect_after, short_groups
+        self._groups: dict[int, OpenGroup] = {}
+        self._num_waiting = 0
         self._next_group_id = next_group_id
         self.engine_version = self.consume_version = version
-        self.failures_by_outcome: Counter[Outcome] = Counter()
+        self.num_running = 0
+        self.failures: Counter[tuple[str, Outcome]] = Counter()
         self.stale_by_task: Counter[str] = Counter()
+        self.trained_by_task: Counter[str] = Counter()
         self._in_a_row: Counter[str] = Counter()
         self._all_in_a_row = 0
+        for group in sorted(groups, key=lambda g: g.group_id):
+            self._restore(group)
 
     def next_sample(self) -> Sample | None:
-        """The sample to start now, or None if staleness forbids to start any. Refills come before new groups."""
-        for rank, group_id in enumerate(sorted([*self._open, *self._ready])):
-            group = self._open.get(group_id)
-            if group is not None and group.waiting and self._admissible(rank):
-                index = group.waiting.popleft()
-                return Sample(group_id, index, group.attempts[index], group.task)
-        if not self._admissible(len(self._open) + len(self._ready)):
+        """The sample to start now; None if places or staleness forbid any. Refills come before new groups."""
+        if self.num_running >= self._concurrency:
+            return None
+        if self._num_waiting:
+            for rank, group in enumerate(self._in_order()):
+                if not self._admissible(rank):
+                    break
+                if group.waiting:
+                    return self._start(group)
+        if not self._admissible(len(self._groups)):
+            return None
+        if self._by_group and (self.num_open + 1) * self._group_size > self._concurrency:
             return None
         group_id, self._next_group_id = self._next_group_id, self._next_group_id + 1
-        group = _OpenGroup(self._order.next(), [0] * self._group_size, deque(range(1, self._group_size)))
-        self._open[group_id] = group
-        return Sample(group_id, 0, 0, group.task)
+        group = OpenGroup(group_id, self.order.next(), [0] * self._group_size, deque(range(self._group_size)))
+        self._groups[group_id] = group
+        self._num_waiting += self._group_size
+        return self._start(group)
+
+    @property
+    def num_open(self) -> int:
+        """Groups of which a member is not scored."""
+        return sum(not group.is_ready for group in self._groups.values())
+
+    def size_of(self, group_id: int) -> int:
+        """Number of members of an open group."""
+        return len(self._groups[group_id].attempts)
 
     def succeed(self, sample: Sample, trajectory: Trajectory) -> None:
         """The sample was scored. The last one of a group makes the group ready."""
         self._in_a_row.pop(sample.task, None)
         self._all_in_a_row = 0
-        group = self._open[sample.group_id]
+        group = self._ended(sample)
         group.scored[sample.index] = trajectory
-        if len(group.scored) == self._group_size:
-            del self._open[sample.group_id]
-            members = tuple(group.scored[i] for i in range(self._group_size))
-            self._ready[sample.group_id] = Group(sample.group_id, sample.task, members)
+        oldest = trajectory.oldest_version
+        group.oldest = oldest if group.oldest is None else min(group.oldest, oldest)
 
-    def fail(self, sample: Sample, outcome: Outcome, detail: str) -> None:
-        """Infrastructure failed the sample: it is refilled. Raises `RolloutHalted` when too many fail in a row."""
-        self.failures_by_outcome[outcome] += 1
+    def fail(self, sample: Sample, outcome: Outcome, detail: str) -> DroppedGroup | None:
+        """Infrastructure failed the sample: it is refilled. Raises `RolloutHalted` when too many fail in a row.
+
+        Returns the group if it ends short by this.
+        """
+        self.failures[sample.task, outcome] += 1
         self._in_a_row[sample.task] += 1
         self._all_in_a_row += 1
-        if self._in_a_row[sample.task] >= self._limits.per_task:
-            raise RolloutHalted(
-                f"task {sample.task}: {self._in_a_row[sample.task]} failures in a row, last {outcome}: {detail}"
-            )
+        group = self._ended(sample)
         if self._all_in_a_row >= self._limits.overall:
             raise RolloutHalted(f"{self._all_in_a_row} failures in a row over all tasks, last {outcome}: {detail}")
-        group = self._open[sample.group_id]
-        group.attempts[sample.index] += 1
-        group.waiting.append(sample.index)
+        if self._in_a_row[sample.task] < self._limits.per_task:
+            group.attempts[sample.index] += 1
+            group.waiting.append(sample.index)
+            self._num_waiting += 1
+            return None
+        if self._short_groups == "halt":
+            in_a_row = self._in_a_row[sample.task]
+            raise RolloutHalted(f"task {sample.task}: {in_a_row} failures in a row, last {outcome}: {detail}")
+        del self._in_a_row[sample.task]
+        group.given_up.add(sample.index)
+        if self._short_groups == "train" and len(group.attempts) - len(group.given_up) >= MIN_GROUP:
+            return None
+        return self._drop(group, "short")
 
-    def drop_stale(self) -> list[Group]:
-        """Take out the ready groups that are too old for the next batch; their tasks are queued again."""
-        stale = [g for g in self._ready.values() if self.consume_version - g.oldest_version > self._max_staleness]
+    def drop_stale(self) -> list[DroppedGroup]:
+        """Take out the groups that are too old for the next batch; their tasks are queued again."""
+        horizon = self.consume_version - self._max_staleness
+        stale = [g for g in self._groups.values() if g.oldest is not None and g.oldest < horizon]
         for group in stale:
-            del self._ready[group.group_id]
-            self.stale_by_task[group.task] += len(group.trajectories)
-            self._order.requeued.append(group.task)
-        return stale
+            self.stale_by_task[group.task] += 1
+            self.order.requeued.append(group.task)
+        return [self._drop(group, "stale") for group in stale]
 
     def take_batch(self) -> Batch | None:
-        """The oldest `num_groups` ready groups as a batch for `consume_version`, or None if there are too few."""
-        if len(self._ready) < self._num_groups:
+        """The oldest `num_groups` ready groups as a batch for `consume_version`.
+
+        None if there are too few, or if a protected group must be in this batch and is not ready.
+        """
+        ready = [group for group in self._in_order() if group.is_ready]
+        if len(ready) < self._num_groups or self.waits_for():
             return None
-        chosen = [self._ready.pop(group_id) for group_id in sorted(self._ready)[: self._num_groups]]
-        batch = Batch(tuple(chosen), self.consume_version)
+        chosen = ready[: self._num_groups]
+        for group in chosen:
+            del self._groups[group.group_id]
+            self.trained_by_task[group.task] += 1
+        batch = Batch(tuple(group.assembled() for group in chosen), self.consume_version)
         self.consume_version += 1
         return batch
+
+    def waits_for(self) -> list[int]:
+        """Protected groups without which no batch is taken, and that are not ready."""
+        return [group.group_id for group in self._urgent()[: self._num_groups] if not group.is_ready]
 
     def published(self, version: WeightVersion) -> None:
         """The engines now run `version`."""
         self.engine_version = version
 
-    def cursor(self) -> dict[str, Any]:
-        """Where the data stands, so that resume skips nothing: groups not yet trained are drawn again, first."""
-        unfinished = {gid: g.task for gid, g in [*self._open.items(), *self._ready.items()]}
-        return {
-            "drawn": self._order.drawn,
-            "requeued": [unfinished[gid] for gid in sorted(unfinished)] + list(self._order.requeued),
-            "next_group_id": self._next_group_id,
-        }
-
-    def figures(self) -> Mapping[str, int]:
+    def figures(self) -> dict[str, int]:
         """Numbers for the display and for error messages."""
         return {
-            "open_groups": len(self._open),
-            "ready_groups": len(self._ready),
+            "open_groups": self.num_open,
+            "ready_groups": len(self._groups) - self.num_open,
             "stale": sum(self.stale_by_task.values()),
-            "failed": sum(self.failures_by_outcome.values()),
+            "failed": sum(self.failures.values()),
         }
+
+    def missing(self) -> dict[int, tuple[str, list[int]]]:
+        """Open groups, oldest first: task, and the members that are not scored."""
+        return {
+            g.group_id: (g.task, [i for i in range(len(g.attempts)) if i not in g.scored and i not in g.given_up])
+            for g in self._groups.values()
+            if not g.is_ready
+        }
+
+    def _restore(self, group: UnfinishedGroup) -> None:
+        waiting = deque(index for index in range(len(group.attempts)) if index not in group.scored)
+        versions = [t.oldest_version for t in group.scored.values()]
+        restored = OpenGroup(group.group_id, group.task, list(group.attempts), waiting, dict(group.scored))
+        restored.oldest = min(versions, default=None)
+        self._groups[group.group_id] = restored
+        self._num_waiting += len(waiting)
+
+    def _start(self, group: OpenGroup) -> Sample:
+        index = group.waiting.popleft()
+        group.admitted[index] = self.engine_version
+        self._num_waiting -= 1
+        self.num_running += 1
+        return Sample(group.group_id, index, group.attempts[index], group.task)
+
+    def _ended(self, sample: Sample) -> OpenGroup:
+        self.num_running -= 1
+        group = self._groups[sample.group_id]
+        del group.admitted[sample.index]
+        return group
+
+    def _drop(self, group: OpenGroup, reason: Literal["stale", "short"]) -> DroppedGroup:
+        del self._groups[group.group_id]
+        self._num_waiting -= len(group.waiting)
+        self.num_running -= len(group.admitted)
+        return DroppedGroup(group.group_id, group.task, reason, len(group.scored))
+
+    def _in_order(self) -> Iterable[OpenGroup]:
+        """Groups in the order in which they are trained: by id, but those that must not wait longer first."""
+        if not (urgent := self._urgent()):
+            return self._groups.values()
+        first = {group.group_id for group in urgent}
+        return [*urgent, *(group for group in self._groups.values() if group.group_id not in first)]
+
+    def _urgent(self) -> list[OpenGroup]:
+        """Groups of protected tasks that would be too old for the batch after the next."""
+        if self._protect_after is None or (self._protect_after > 0 and not self.stale_by_task):
+            return []
+        oldest_later = self.consume_version + 1 - self._max_staleness
+        return [
+            group
+            for group in self._groups.values()
+            if self.stale_by_task[group.task] >= self._protect_after
+            and (oldest := group.oldest_possible()) is not None
+            and oldest < oldest_later
+        ]
 
     def _admissible(self, rank: int) -> bool:
         return self.consume_version + rank // self._num_groups - self.engine_version <= self._max_staleness
