@@ -31,11 +31,14 @@ class LedgerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a resume starts from: open groups in order, and where the data stands."""
+    """What a resume starts from: open groups in order, where the data stands, and the counts so far."""
 
     groups: Sequence[UnfinishedGroup] = ()
     next_group_id: int = 0
     cursor: Mapping[str, Any] = field(default_factory=dict)
+    failures: Mapping[tuple[str, Outcome], int] = field(default_factory=dict)
+    stale_by_task: Mapping[str, int] = field(default_factory=dict)
+    trained_by_task: Mapping[str, int] = field(default_factory=dict)
 
 
 class Ledger:
@@ -176,7 +179,18 @@ class Ledger:
                 self._db.execute(statement, values)
         cursor = {key: json.loads(value) for key, value in self._db.execute("SELECT key, value FROM cursor")}
         (last,) = self._db.execute("SELECT coalesce(max(group_id), -1) FROM groups").fetchone()
-        return Resumed(tuple(self._unfinished()), last + 1, cursor)
+        failures = self._db.execute("SELECT task, outcome, COUNT(*) FROM samples WHERE state = 'failed' GROUP BY 1, 2")
+        return Resumed(
+            groups=tuple(self._unfinished()),
+            next_group_id=last + 1,
+            cursor=cursor,
+            failures={(task, Outcome(outcome)): count for task, outcome, count in failures},
+            stale_by_task=self._ended_by_task("stale"),
+            trained_by_task=self._ended_by_task("trained"),
+        )
+
+    def _ended_by_task(self, ended: str) -> dict[str, int]:
+        return dict(self._db.execute("SELECT task, COUNT(*) FROM groups WHERE ended = ? GROUP BY task", (ended,)))
 
     def _unfinished(self) -> Iterator[UnfinishedGroup]:
         for group_id, task, size in self._db.execute(

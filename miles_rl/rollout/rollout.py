@@ -17,13 +17,14 @@ from miles_rl.engine.client import EngineClient
 from miles_rl.rollout.agent import Agent
 from miles_rl.rollout.chat import ChatRenderer
 from miles_rl.rollout.collector import Collector, PlayedSample
+from miles_rl.rollout.episode_metrics import episode_metrics
 from miles_rl.rollout.groups import Sample
 from miles_rl.rollout.ledger import LEDGER_FILE, Ledger, Resumed
 from miles_rl.rollout.order import TaskOrder
 from miles_rl.rollout.recorder import EpisodeRecorder
 from miles_rl.rollout.runner import EpisodeRunner, FinishedEpisode
 from miles_rl.rollout.scheduler import FailureLimits, Scheduler
-from miles_rl.types import Batch, Outcome, StopReason, WeightVersion
+from miles_rl.types import Batch, Outcome, Trajectory, WeightVersion
 from sandbox_env.task import Task
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Rollout:
         }
         self._run_dir, self._seed, self._agent = Path(run_dir), seed, agent
         self._recent: deque[FinishedEpisode] = deque(maxlen=RECENT_EPISODES)
-        self._since_batch: list[FinishedEpisode] = []
+        self._last_batch: tuple[Trajectory, ...] = ()
         self._collector: Collector | None = None
 
     @staticmethod
@@ -108,6 +109,7 @@ class Rollout:
             next_group_id=resumed.next_group_id,
             **self._scheduling,
         )
+        scheduler.count_earlier(resumed.failures, resumed.stale_by_task, resumed.trained_by_task)
         self._collector = Collector(
             scheduler,
             self._ledger,
@@ -119,7 +121,9 @@ class Rollout:
 
     async def next_batch(self) -> Batch:
         """The next batch for the trainer. `TimeoutError` after `batch_timeout_s` says what was waited for."""
-        return await self._started.next_batch()
+        batch = await self._started.next_batch()
+        self._last_batch = batch.trajectories
+        return batch
 
     async def published(self, version: WeightVersion) -> None:
         """The engines run `version` now; admission goes by it."""
@@ -134,10 +138,9 @@ class Rollout:
         self._ledger.committed(version, kept)
 
     async def batch_metrics(self) -> dict[str, float]:
-        """Metrics of the episodes that ended since the last call, and counts since the start of failures by outcome
-        and task, and of groups too old to train on by task.
+        """Metrics of the batch handed out last, and counts since the start of failures by outcome and task, and of
+        groups too old to train on by task.
         """
-        episodes, self._since_batch = self._since_batch, []
         scheduler = self._started.scheduler
         figures = scheduler.figures()
         totals: dict[str, float] = {"async/stale_groups": figures["stale"], "rollout/failed": figures["failed"]}
@@ -145,7 +148,7 @@ class Rollout:
             for name in (f"rollout/{outcome}", f"rollout/failed_by_task/{task}"):
                 totals[name] = totals.get(name, 0) + count
         stale = {f"async/stale_by_task/{task}": float(count) for task, count in scheduler.stale_by_task.items()}
-        return {**episode_metrics(episodes), **totals, **stale}
+        return {**episode_metrics(self._last_batch), **totals, **stale}
 
     async def status(self) -> Mapping[str, Any]:
         """Figures for the display; raises what broke the admission of samples."""
@@ -193,35 +196,9 @@ class Rollout:
         episode = await self._runner.run(self._tasks[sample.task], sample.sample_id, on_ready)
         result, version = episode.result, self._started.scheduler.engine_version
         self._recent.append(episode)
-        self._since_batch.append(episode)
         self._recorder.record(
             episode.record(kind="train", group_id=sample.group_id, attempt=sample.attempt, version=version)
         )
         if result.outcome is not Outcome.SCORED:
             return PlayedSample(result.outcome, detail=result.detail)
         return PlayedSample(Outcome.SCORED, episode.trajectory(sample.group_id))
-
-
-def episode_metrics(episodes: list[FinishedEpisode]) -> dict[str, float]:
-    """Means over ended episodes: turns, tokens, truncation, cache hits, seconds. Empty for none."""
-    scored = [e for e in episodes if e.result.outcome is Outcome.SCORED]
-    if not scored:
-        return {}
-    num = len(scored)
-    spans = [s for e in scored for s in e.policy.spans]
-    total_s = sum(e.timings["total_s"] for e in scored)
-    prompt_tokens = sum(s.prompt_tokens for s in spans)
-    truncated = (StopReason.TURN_TRUNCATED, StopReason.SESSION_BUDGET)
-    metrics = {
-        "rollout/num_turns_mean": sum(len(e.result.turns) for e in scored) / num,
-        "rollout/response_tokens_mean": sum(s.end - s.start for s in spans) / num,
-        "rollout/completed_ratio": sum(e.result.stop_reason is StopReason.COMPLETED for e in scored) / num,
-        "rollout/episode_truncated_ratio": sum(e.result.stop_reason in truncated for e in scored) / num,
-        "rollout/prefix_cache_hit_rate": sum(s.cached_tokens for s in spans) / max(1, prompt_tokens),
-        "rollout/episode_s_mean": total_s / num,
-        "rollout/episode_s_max": max(e.timings["total_s"] for e in scored),
-        "rollout/episode_overhead_ratio": sum(e.timings["other_s"] for e in scored) / max(total_s, 1e-9),
-    }
-    for part in ("lease_s", "generate_s", "exec_s", "verify_s"):
-        metrics[f"rollout/{part.removesuffix('_s')}_s_mean"] = sum(e.timings[part] for e in scored) / num
-    return metrics

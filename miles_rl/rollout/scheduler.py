@@ -21,7 +21,7 @@ the others, whose statistics are then over fewer; with less than two it is disca
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -196,6 +196,17 @@ class Scheduler:
             for g in self._groups.values()
             if not g.is_ready
         }
+
+    def count_earlier(
+        self,
+        failures: Mapping[tuple[str, Outcome], int],
+        stale_by_task: Mapping[str, int],
+        trained_by_task: Mapping[str, int],
+    ) -> None:
+        """Go on counting from what an earlier run counted; so protected tasks stay protected."""
+        self.failures.update(failures)
+        self.stale_by_task.update(stale_by_task)
+        self.trained_by_task.update(trained_by_task)
 
     def _restore(self, group: UnfinishedGroup) -> None:
         waiting = deque(index for index in range(len(group.attempts)) if index not in group.scored)

@@ -1,0 +1,180 @@
+"""Kill a run outright at random moments, go on from it, and see that nothing is lost, doubled or different.
+
+    python -m benchmarks.resume                       20 kills of an asynchronous run, 6 of a synchronous one
+    python -m benchmarks.resume --kills 2 --sync-kills 1
+
+Every kill sends SIGKILL to the whole process tree at a moment drawn between the first checkpoint and the end. Then the
+run is resumed to its end and held against the rules: no process and no Ray session is left of the killed one; the
+ledger accounts for every sample exactly once; and for synchronous runs with a deterministic engine, every metric that
+is no time equals that of an undisturbed run, bit for bit. Prints one table; exits with 1 if a rule is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tree import kill_tree, left_of
+from pipelines.ledger import check
+
+LAPTOP = (
+    "steps=8",
+    "rollout.num_groups=4",
+    "rollout.group_size=4",
+    "stages.eval.run.num_samples=1",
+    "stages.trainer.run.checkpoint_every=2",
+    "stages.trainer.run.eval_every=0",
+)
+MODES = {"async": (), "sync": ("rollout=sync", "engine.deterministic=true")}
+RUN_TIMEOUT_S = 300.0
+TIMED = ("perf/", "time/", "async/")
+
+
+@dataclass(slots=True)
+class Trial:
+    """One kill and what came of it."""
+
+    mode: str
+    killed_s: float
+    killed_step: int = 0
+    resumed_version: int | None = None
+    resume_s: float = 0.0
+    problems: list[str] = field(default_factory=list[str])
+
+
+def main() -> int:
+    """Run the trials; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20, help="of asynchronous runs")
+    parser.add_argument("--sync-kills", type=int, default=6, help="of synchronous runs, compared bit for bit")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    options = parser.parse_args()
+    moments = random.Random(options.seed)
+    folder = Path(tempfile.mkdtemp(prefix="miles-resume-"))
+    print(f"runs in {folder}", flush=True)
+    trials: list[Trial] = []
+    for mode, count in (("sync", options.sync_kills), ("async", options.kills)):
+        if count == 0:
+            continue
+        undisturbed = folder / f"{mode}-undisturbed"
+        first_s, end_s = measure(undisturbed, mode)
+        for number in range(count):
+            at_s = moments.uniform(first_s, end_s)
+            trials.append(trial(folder / f"{mode}-{number}", mode, at_s, undisturbed))
+            print(line(trials[-1]), flush=True)
+    print("\n| mode | killed after | at step | resumed from | to the end in | problems |\n|---|---|---|---|---|---|")
+    for done in trials:
+        print(line(done))
+    bad = sum(bool(done.problems) for done in trials)
+    print(f"\n{len(trials)} kills, {len(trials) - bad} without a problem")
+    return 1 if bad else 0
+
+
+def line(trial: Trial) -> str:
+    """A row of the table."""
+    problems = "; ".join(trial.problems) or "none"
+    return (
+        f"| {trial.mode} | {trial.killed_s:.1f} s | {trial.killed_step} | {trial.resumed_version} |"
+        f" {trial.resume_s:.0f} s | {problems} |"
+    )
+
+
+def measure(run_dir: Path, mode: str) -> tuple[float, float]:
+    """Make the undisturbed run. Returns when its first checkpoint was there and when it ended, in seconds."""
+    started = time.monotonic()
+    program = start(run_dir, [*LAPTOP, *MODES[mode]])
+    first_s = None
+    while program.poll() is None:
+        if first_s is None and list((run_dir / "checkpoints").glob("step-*")):
+            first_s = time.monotonic() - started
+        if time.monotonic() - started > RUN_TIMEOUT_S:
+            kill_tree(program.pid)
+            break
+        time.sleep(0.05)
+    if program.wait(10) != 0 or first_s is None:
+        sys.exit(f"the undisturbed run failed; see {run_dir}/terminal")
+    if problems := check(run_dir / "ledger.sqlite"):
+        sys.exit(f"the undisturbed run's ledger: {problems}")
+    return first_s, time.monotonic() - started
+
+
+def trial(run_dir: Path, mode: str, at_s: float, undisturbed: Path) -> Trial:
+    """Kill a run `at_s` after its start, resume it, and check."""
+    done = Trial(mode, at_s)
+    program = start(run_dir, [*LAPTOP, *MODES[mode]])
+    time.sleep(at_s)
+    processes = kill_tree(program.pid)
+    program.wait(10)
+    done.problems += left_of(program.pid, processes)
+    done.killed_step = steps(run_dir)
+    if not list((run_dir / "checkpoints").glob("step-*")):
+        done.problems.append("killed before the first checkpoint: this machine is slower than before; run again")
+        return done
+    resumed = run_dir.with_name(f"{run_dir.name}-resumed")
+    started = time.monotonic()
+    program = start(resumed, [f"resume={run_dir}"])
+    try:
+        code = program.wait(RUN_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        kill_tree(program.pid)
+        code = None
+    done.resume_s = time.monotonic() - started
+    if code != 0:
+        done.problems.append(f"the resumed run ended with {code}; see {resumed}/terminal")
+        return done
+    result = json.loads((resumed / "result.json").read_text())
+    done.resumed_version = result["resumed_from"]["version"]
+    done.problems += check(resumed / "ledger.sqlite")
+    if mode == "sync":
+        done.problems += differences(metrics_of(undisturbed), metrics_of(resumed))
+    return done
+
+
+def metrics_of(run_dir: Path) -> dict[str, Any]:
+    """What a finished run measured, without times and what depends on them."""
+    metrics: dict[str, Any] = json.loads((run_dir / "result.json").read_text())["metrics"]
+    return {k: v for k, v in metrics.items() if not k.startswith(TIMED) and not is_timing(k)}
+
+
+def is_timing(name: str) -> bool:
+    """Whether a metric of the rollouts is a time, or follows from when something was asked."""
+    return "_s_" in name or name in ("rollout/episode_overhead_ratio", "rollout/prefix_cache_hit_rate")
+
+
+def differences(expected: dict[str, Any], actual: dict[str, Any]) -> list[str]:
+    """One line for each metric that is not the same."""
+    names = sorted(expected.keys() | actual.keys())
+    return [
+        f"{name}: {expected.get(name)!r} undisturbed, {actual.get(name)!r} resumed"
+        for name in names
+        if expected.get(name) != actual.get(name)
+    ]
+
+
+def steps(run_dir: Path) -> int:
+    """Steps done, by the metrics that the run wrote."""
+    path = run_dir / "metrics.jsonl"
+    return path.read_text().count('"train/loss"') if path.exists() else 0
+
+
+def start(run_dir: Path, overrides: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A run as a user would start it, its output in `terminal`."""
+    run_dir.mkdir()
+    command = [sys.executable, "-m", "pipelines.run", *overrides, f"run_dir={run_dir}"]
+    with open(run_dir / "terminal", "wb") as terminal:
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        return subprocess.Popen(command, stdout=terminal, stderr=terminal, env=env, start_new_session=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
