@@ -4,9 +4,10 @@
     python -m benchmarks.resume --kills 2 --sync-kills 1
 
 Every kill sends SIGKILL to the whole process tree at a moment drawn between the first checkpoint and the end. Then the
-run is resumed to its end and held against the rules: no process and no Ray session is left of the killed one; the
-ledger accounts for every sample exactly once; and for synchronous runs with a deterministic engine, every metric that
-is no time equals that of an undisturbed run, bit for bit. Prints one table; exits with 1 if a rule is broken.
+run is resumed to its end and held against the rules: no process is left of the killed one, and no Ray session once the
+next run has started; the ledger accounts for every sample exactly once; and for synchronous runs with a deterministic
+engine, every metric that is no time equals that of an undisturbed run, bit for bit. Prints one table; exits with 1 if
+a rule is broken.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tree import kill_tree, left_of
+from benchmarks.tree import kill_tree, left_of, sessions
 from pipelines.ledger import check
 
 LAPTOP = (
@@ -115,7 +116,8 @@ def trial(run_dir: Path, mode: str, at_s: float, undisturbed: Path) -> Trial:
     time.sleep(at_s)
     processes = kill_tree(program.pid)
     program.wait(10)
-    done.problems += left_of(program.pid, processes)
+    killed = program.pid
+    done.problems += left_of(processes)
     done.killed_step = steps(run_dir)
     if not list((run_dir / "checkpoints").glob("step-*")):
         done.problems.append("killed before the first checkpoint: this machine is slower than before; run again")
@@ -134,7 +136,7 @@ def trial(run_dir: Path, mode: str, at_s: float, undisturbed: Path) -> Trial:
         return done
     result = json.loads((resumed / "result.json").read_text())
     done.resumed_version = result["resumed_from"]["version"]
-    done.problems += check(resumed / "ledger.sqlite")
+    done.problems += check(resumed / "ledger.sqlite") + sessions(killed) + sessions(program.pid)
     if mode == "sync":
         done.problems += differences(metrics_of(undisturbed), metrics_of(resumed))
     return done

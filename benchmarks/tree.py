@@ -43,15 +43,17 @@ def kill_tree(root: int) -> set[int]:
     return processes
 
 
-def left_of(root: int, processes: set[int]) -> list[str]:
-    """What is still there of a run a while after its end: processes, and the folder of its Ray session."""
+def left_of(processes: set[int]) -> list[str]:
+    """Those of a run's processes that still run a while after its end, in words."""
     deadline = time.monotonic() + GONE_TIMEOUT_S
-    while True:
-        left = [f"process {pid} is left: {command_of(pid)}" for pid in sorted(alive(processes))]
-        left += [f"{path} is left" for path in sorted(Path("/tmp").glob(f"miles-ray-{root}-*"))]
-        if not left or time.monotonic() > deadline:
-            return left
+    while (left := alive(processes)) and time.monotonic() < deadline:
         time.sleep(0.1)
+    return [f"process {pid} is left: {command_of(pid)}" for pid in sorted(left)]
+
+
+def sessions(root: int) -> list[str]:
+    """Folders of the Ray session of the run whose driver was process `root`, in words."""
+    return [f"{path} is left" for path in sorted(Path("/tmp").glob(f"miles-ray-{root}-*"))]
 
 
 def command_of(pid: int) -> str:

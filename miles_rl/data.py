@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles_rl.checkpoint import Checkpoint
+from miles_rl.checkpoint import Checkpoint, CheckpointError
 from miles_rl.model.base import PolicySource
 from sandbox_env.suites.base import Suite
 from sandbox_env.task import Task, task_set_hash
@@ -45,12 +45,17 @@ class DataPrep:
         return [*self._tasks["train"], *self._tasks["eval"]]
 
     async def initial_policy(self) -> dict[str, Any]:
-        """`model_dir`, `version`, and after a resume `checkpoint_dir` and the data's `cursor`."""
+        """`model_dir` and `version`; after a resume also `checkpoint_dir`, and of the old run its `run_dir` and the
+        evaluation `before` training.
+        """
         return self._initial
 
     async def facts(self) -> Mapping[str, Any]:
-        """What `result.json` tells of the data."""
-        return {"task_set_hash": {use: task_set_hash(tasks) for use, tasks in self._tasks.items()}}
+        """What `result.json` tells of the data, and what the run went on from."""
+        facts: dict[str, Any] = {"task_set_hash": {use: task_set_hash(tasks) for use, tasks in self._tasks.items()}}
+        if "checkpoint_dir" in self._initial:
+            facts["resumed_from"] = {"path": self._initial["checkpoint_dir"], "version": self._initial["version"]}
+        return facts
 
     async def status(self) -> Mapping[str, Any]:
         """Progress of the preparation."""
@@ -62,17 +67,18 @@ class DataPrep:
     def _prepare_policy(self) -> dict[str, Any]:
         if self._resume is None:
             return {"model_dir": self._model.prepare(self._suite, self._report), "version": 0}
-        checkpoint = Checkpoint.newest(Path(self._resume))
-        if checkpoint.train_hash != (here := task_set_hash(self._tasks["train"])):
-            raise ValueError(
-                f"resume: {self._resume} was trained on other tasks (hash {checkpoint.train_hash[:12]}, here"
-                f" {here[:12]}); give the dataset and suite of that run"
-            )
+        try:
+            checkpoint = Checkpoint.open(Path(self._resume).absolute())
+        except CheckpointError as error:
+            raise ValueError(f"resume: {self._resume}; {error}") from None
+        if problem := other_tasks(checkpoint, self._tasks["train"]):
+            raise ValueError(f"resume: {self._resume}; {problem}")
         return {
             "model_dir": str(checkpoint.model_dir),
             "version": checkpoint.version,
             "checkpoint_dir": str(checkpoint.path),
-            "cursor": checkpoint.cursor,
+            "run_dir": str(checkpoint.run_dir),
+            "before": checkpoint.before,
         }
 
     def _report(self, step: int, steps: int, loss: float) -> None:
@@ -85,6 +91,16 @@ class DataPrep:
         instructions = {use: {_key(t) for t in tasks} for use, tasks in self._tasks.items()}
         if both := instructions["train"] & instructions["eval"]:
             raise ValueError(f"dataset: {len(both)} tasks are in both train and eval; give disjoint splits")
+
+
+def other_tasks(checkpoint: Checkpoint, tasks: Sequence[Task]) -> str:
+    """Why a run that trains on `tasks` cannot go on from `checkpoint`; "" if it can."""
+    if (here := task_set_hash(tasks)) == checkpoint.train_hash:
+        return ""
+    return (
+        f"it was trained on other tasks (hash {checkpoint.train_hash[:12]}, here {here[:12]}); give the dataset and"
+        " suite of that run"
+    )
 
 
 def _key(task: Task) -> str:

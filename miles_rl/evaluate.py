@@ -2,17 +2,19 @@
 
 Every task is played `num_samples` times. Episodes of one task are alike, so the interval takes tasks as clusters:
 a Student t interval over the per-task solve rates (Miller 2024, "Adding Error Bars to Evals", section 3). A change
-between two evaluations is paired by task. Failures of infrastructure are played again, and are excluded and counted
-when they persist. Weights may move while an evaluation runs; the versions that wrote its tokens are stated.
+between two evaluations is paired by task. Failures of infrastructure are played again, within a count for each
+episode and a budget for each evaluation, and are excluded and counted when they persist. Weights may move while an
+evaluation runs; the versions that wrote its tokens are stated.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from miles_rl.rollout.runner import EpisodeRunner, FinishedEpisode
 from miles_rl.types import Outcome
 from sandbox_env.task import Task
 
+log = logging.getLogger(__name__)
 SOLVED_REWARD = 1.0
 
 
@@ -43,6 +46,16 @@ class Evaluation:
     failed: int
     started_s: float
     finished_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The evaluation as plain values, for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
+        """What `as_dict` gave, also after a way through JSON. `TypeError` if a value is missing or unknown."""
+        low, high = values["ci95"]
+        return cls(**{**values, "ci95": (low, high)})
 
     def metrics(self) -> dict[str, float]:
         """The evaluation under its metric names."""
@@ -88,6 +101,7 @@ class Evaluator:
         num_samples: int,
         concurrency: int,
         max_attempts: int,
+        max_retries: int,
         timeout_s: float,
         agent: Agent,
         run_dir: str,
@@ -95,14 +109,16 @@ class Evaluator:
         for name, value in (("num_samples", num_samples), ("concurrency", concurrency), ("max_attempts", max_attempts)):
             if value < 1:
                 raise ValueError(f"stages.eval.run.{name}: {value}; give at least 1")
+        if max_retries < 0:
+            raise ValueError(f"stages.eval.run.max_retries: {max_retries}; give 0 for none, or more")
         if timeout_s <= 0:
             raise ValueError(f"stages.eval.run.timeout_s: {timeout_s}; give more than 0")
         self._data, self._sandboxes, self._fleet = data, sandboxes, fleet
-        self._num_samples, self._max_attempts, self._timeout_s = num_samples, max_attempts, timeout_s
+        self._num_samples, self._timeout_s = num_samples, timeout_s
+        self._max_attempts, self._max_retries = max_attempts, max_retries
         self._slots = asyncio.Semaphore(concurrency)
         self._agent, self._run_dir = agent, Path(run_dir)
         self._running = 0
-        self._count = 0
         self._last: Evaluation | None = None
 
     @staticmethod
@@ -122,13 +138,18 @@ class Evaluator:
     async def evaluate(self, version: int) -> Evaluation:
         """Play every task `num_samples` times. `version` is the one the evaluation speaks for.
 
+        An episode's id, and with it its sampling seed, is made of the version, the task and a number: evaluated again
+        after a resume, the same weights get the same seeds.
+
         Raises `TimeoutError` after `timeout_s`, and `RuntimeError` if a task has no episode that was scored.
         """
-        started, self._count = time.time(), self._count + 1
+        started, retries = time.time(), iter(range(self._max_retries))
         limit = deadline("stages.eval.run.timeout_s", self._timeout_s, "the evaluation")
         async with limit, asyncio.TaskGroup() as group:
             plays = [
-                group.create_task(self._play(t, i, version)) for t in self._tasks for i in range(self._num_samples)
+                group.create_task(self._play(task, i, version, retries))
+                for task in self._tasks
+                for i in range(self._num_samples)
             ]
         episodes = [play.result() for play in plays]
         self._recorder.flush()
@@ -148,15 +169,19 @@ class Evaluator:
             self._recorder.close()
             await self._client.close()
 
-    async def _play(self, task: Task, index: int, version: int) -> FinishedEpisode:
+    async def _play(self, task: Task, index: int, version: int, retries: Iterator[int]) -> FinishedEpisode:
+        """One episode, played again while infrastructure fails it, the count allows it and `retries` has one left."""
         async with self._slots:
             self._running += 1
             try:
                 for attempt in range(self._max_attempts):
-                    sample_id = f"e{self._count}.{task.name}.{index}.{attempt}"
+                    sample_id = f"e{version}.{task.name}.{index}.{attempt}"
                     episode = await self._runner.run(task, sample_id)
                     self._recorder.record(episode.record(kind="eval", version=version, attempt=attempt))
-                    if episode.result.outcome is Outcome.SCORED:
+                    if not episode.result.outcome.is_infra_failure:
+                        break
+                    log.warning("%s: %s: %s", sample_id, episode.result.outcome, episode.result.detail)
+                    if attempt + 1 < self._max_attempts and next(retries, None) is None:
                         break
                 return episode
             finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import shutil
 import time
@@ -20,10 +19,18 @@ from miles_rl.trainer.base import Trainer
 
 log = logging.getLogger(__name__)
 KEPT_EXPORTS = 2
+STOP_GRACE_S = 5.0
+
+ANSWER_GRACE_S = 10.0
+"""What the loop gives a stage beyond the stage's own deadline: the stage knows what was late, and tells it first."""
 
 
 class TrainingLoop:
-    """Component of the stage `trainer`: drives the run. `trainer` is the backend that holds weights and optimizer."""
+    """Component of the stage `trainer`: drives the run. `trainer` is the backend that holds weights and optimizer.
+
+    Checkpoints are written every `checkpoint_every` steps, and one before the first step. A resumed run goes on as if
+    it had not ended: it has the evaluation before training and the metrics up to its version from the run it resumes.
+    """
 
     def __init__(
         self,
@@ -38,6 +45,8 @@ class TrainingLoop:
         checkpoint_every: int,
         keep_checkpoints: int,
         step_timeout_s: float,
+        batch_timeout_s: float,
+        eval_timeout_s: float,
         run_dir: str,
     ) -> None:
         self._data, self._rollout, self._fleet, self._eval = data, rollout, fleet, eval
@@ -48,12 +57,15 @@ class TrainingLoop:
             raise ValueError(f"stages.trainer.run.step_timeout_s: {step_timeout_s}; give more than 0")
         if keep_checkpoints < 1:
             raise ValueError(f"stages.trainer.run.keep_checkpoints: {keep_checkpoints}; give at least 1")
-        self._trainer, self._steps = trainer, steps
+        self.trainer, self._steps = trainer, steps
         self._eval_every, self._checkpoint_every, self._keep = eval_every, checkpoint_every, keep_checkpoints
+        self._batch_timeout_s, self._eval_timeout_s = batch_timeout_s, eval_timeout_s
         self._step_timeout_s, self._run_dir = step_timeout_s, Path(run_dir)
         self._version = 0
         self._phase = "starting"
         self._metrics: dict[str, float] = {}
+        self._evaluated: set[int] = set()
+        self._before: Evaluation | None = None
         self._background: asyncio.Task[Evaluation] | None = None
 
     @staticmethod
@@ -66,30 +78,42 @@ class TrainingLoop:
         }
 
     async def start(self) -> None:
-        """Load the policy into the trainer."""
-        initial = await self._data.initial_policy()
-        self._version = initial["version"]
-        self._train_hash = (await self._data.facts())["task_set_hash"]["train"]
+        """Load the policy into the trainer, and after a resume what the run it goes on from has found out."""
+        async with self._deadline("the answer of the data stage"):
+            initial, facts = await self._data.initial_policy(), await self._data.facts()
+        self._version, self._train_hash = initial["version"], facts["task_set_hash"]["train"]
         self._writer = MetricsWriter(self._run_dir)
-        await asyncio.to_thread(self._trainer.load, initial["model_dir"], initial.get("checkpoint_dir"))
+        if "checkpoint_dir" in initial:
+            self._before = Evaluation.from_dict(initial["before"])
+            for step, metrics in self._writer.carry(Path(initial["run_dir"]), self._version):
+                self._metrics |= metrics
+                self._evaluated |= {step} if "eval/solve_rate" in metrics else set()
+        # bounded: by stages.trainer.start_timeout_s, like every start
+        await asyncio.to_thread(self.trainer.load, initial["model_dir"], initial.get("checkpoint_dir"))
         self._phase = "ready"
 
     async def run(self) -> Mapping[str, Any]:
         """Train for `steps` optimizer steps. Returns the metrics of the run."""
-        before = await self._evaluate("evaluating before")
-        self._log_evaluation(before)
+        if self._before is None:
+            self._before = await self._evaluate("evaluating before")
+            self._log_evaluation(self._before)
+            if self._checkpoint_every:
+                await self._checkpoint()
+        elif self._version not in self._evaluated:
+            self._evaluate_if_due()  # the run that is resumed ended before this evaluation did
         while self._version < self._steps:
             await self._step()
-            if self._eval_every and self._version % self._eval_every == 0 and self._version < self._steps:
-                self._evaluate_in_background()
+            self._evaluate_if_due()
             if self._checkpoint_every and self._version % self._checkpoint_every == 0:
                 await self._checkpoint()
-        await self._rollout.finish()
-        await self._join_background()
+        async with self._deadline("the end of the rollouts"):
+            await self._rollout.finish()
+        if self._background is not None:
+            await asyncio.wait([self._background])  # bounded: an evaluation has its deadline
         after = await self._evaluate("evaluating after")
         self._log_evaluation(after)
         self._phase = "done"
-        return self._summary(before, after)
+        return self._summary(self._before, after)
 
     async def status(self) -> Mapping[str, Any]:
         """Figures for the display."""
@@ -99,30 +123,32 @@ class TrainingLoop:
         """Give up a background evaluation and close the metrics."""
         if self._background is not None:
             self._background.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await self._background
+            await asyncio.wait([self._background], timeout=STOP_GRACE_S)
         if hasattr(self, "_writer"):
             self._writer.close()
-        await asyncio.to_thread(shutil.rmtree, self._run_dir / "weights", ignore_errors=True)
+        async with self._deadline("removing exported weights"):
+            await asyncio.to_thread(shutil.rmtree, self._run_dir / "weights", ignore_errors=True)
 
     async def _step(self) -> None:
         """One step on the oldest complete batch. The new weights go out before anything else is done."""
-        start = time.time()
+        start = time.monotonic()
         self._phase = "waiting for a batch"
-        batch = await self._rollout.next_batch()
+        async with _beyond("rollout.batch_timeout_s", self._batch_timeout_s, "the rollout stage's next batch"):
+            batch = await self._rollout.next_batch()
         if batch.version != self._version:
             raise RuntimeError(f"trainer: batch for version {batch.version}, but the weights are {self._version}")
-        train_start = time.time()
+        train_start, train_stamp = time.monotonic(), time.time()
         self._phase = "training"
         async with self._deadline("the optimizer step"):
-            metrics = dict(await asyncio.to_thread(self._trainer.step, batch))
-        publish_start = time.time()
+            metrics = dict(await asyncio.to_thread(self.trainer.step, batch))
+        publish_start, publish_stamp = time.monotonic(), time.time()
         self._phase = "publishing"
         async with self._deadline("publishing the weights"):
             await self._publish(self._version + 1)
         self._version += 1
-        end = time.time()
-        metrics |= await self._rollout.batch_metrics()
+        end, end_stamp = time.monotonic(), time.time()
+        async with self._deadline("the rollout stage's metrics"):
+            metrics |= await self._rollout.batch_metrics()
         metrics |= {
             "perf/step_s": end - start,
             "perf/wait_s": train_start - start,
@@ -130,44 +156,58 @@ class TrainingLoop:
             "perf/publish_s": end - publish_start,
             "perf/overhead_ratio": (end - publish_start) / (end - start),
             "perf/tokens_per_s": metrics["train/num_tokens"] / (end - start),
-            "time/train_start_s": train_start,
-            "time/train_end_s": publish_start,
-            "time/publish_start_s": publish_start,
-            "time/publish_end_s": end,
+            "time/train_start_s": train_stamp,
+            "time/train_end_s": publish_stamp,
+            "time/publish_start_s": publish_stamp,
+            "time/publish_end_s": end_stamp,
         }
         self._write(metrics)
 
     async def _publish(self, version: int) -> None:
         folder = self._run_dir / "weights" / f"v{version:06d}"
-        checksum = await asyncio.to_thread(self._trainer.export, str(folder))
+        checksum = await asyncio.to_thread(self.trainer.export, str(folder))
         await self._fleet.publish(str(folder), version, checksum)
         await self._rollout.published(version)
         for old in sorted(folder.parent.glob("v*"))[:-KEPT_EXPORTS]:
             await asyncio.to_thread(shutil.rmtree, old)
 
     async def _checkpoint(self) -> None:
-        def save(folder: Path) -> None:
-            self._trainer.export(str(folder / "model"))
-            self._trainer.save(str(folder))
-
-        cursor = await self._rollout.cursor()
-        args = (self._run_dir, self._version, cursor, self._train_hash, save, self._keep)
+        """Weights, trainer and ledger into one checkpoint; the ledger hears that it is complete."""
+        self._phase = "writing a checkpoint"
+        assert self._before is not None
+        before = self._before.as_dict()
         async with self._deadline("writing a checkpoint"):
-            await asyncio.to_thread(Checkpoint.write, *args)
+            with Checkpoint.attempt(self._run_dir, self._version):
+                hidden = await asyncio.to_thread(Checkpoint.begin, self._run_dir, self._version)
+                await asyncio.to_thread(self._save, hidden)
+                await self._rollout.save(str(hidden))
+                commit = (hidden, self._version, self._train_hash, before, self._keep)
+                await asyncio.to_thread(Checkpoint.commit, *commit)
+            await self._rollout.committed(self._version, Checkpoint.kept(self._run_dir))
+
+    def _save(self, folder: Path) -> None:
+        self.trainer.export(str(folder / "model"))
+        self.trainer.save(str(folder))
 
     def _deadline(self, what: str) -> AbstractAsyncContextManager[None]:
         return deadline("stages.trainer.run.step_timeout_s", self._step_timeout_s, what)
 
     async def _evaluate(self, phase: str) -> Evaluation:
         self._phase = phase
-        return await self._eval.evaluate(self._version)
+        return await self._evaluation(self._version)
 
-    def _evaluate_in_background(self) -> None:
+    async def _evaluation(self, version: int) -> Evaluation:
+        async with _beyond("stages.eval.run.timeout_s", self._eval_timeout_s, "the eval stage's evaluation"):
+            return await self._eval.evaluate(version)
+
+    def _evaluate_if_due(self) -> None:
         """Start an evaluation beside the training; one at a time, and a failure of one is only logged."""
+        if not self._eval_every or self._version % self._eval_every or not 0 < self._version < self._steps:
+            return
         if self._background is not None and not self._background.done():
             log.warning("evaluation at step %d skipped: the one before still runs", self._version)
             return
-        self._background = asyncio.create_task(self._eval.evaluate(self._version))
+        self._background = asyncio.create_task(self._evaluation(self._version))
         self._background.add_done_callback(self._background_ended)
 
     def _background_ended(self, task: asyncio.Task[Evaluation]) -> None:
@@ -177,10 +217,6 @@ class TrainingLoop:
             log.error("evaluation failed: %s", error)
         else:
             self._log_evaluation(task.result())
-
-    async def _join_background(self) -> None:
-        if self._background is not None:
-            await asyncio.wait([self._background])
 
     def _log_evaluation(self, evaluation: Evaluation) -> None:
         self._write(evaluation.metrics(), evaluation.version)
@@ -203,3 +239,8 @@ class TrainingLoop:
             "eval/num_tasks": len(after.solve_rates),
             "eval/failed": before.failed + after.failed,
         }
+
+
+def _beyond(path: str, seconds: float, what: str) -> AbstractAsyncContextManager[None]:
+    """A deadline a little after the one that the stage itself keeps under `path`."""
+    return deadline(f"{path} (and {ANSWER_GRACE_S:g} s)", seconds + ANSWER_GRACE_S, what)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -60,6 +61,25 @@ class MetricsWriter:
         ]
         self._events.add_event(Event(step=step, wall_time=time_s, summary=Summary(value=scalars)))
         self._events.flush()
+
+    def carry(self, run_dir: Path, last_step: int) -> list[tuple[int, dict[str, float]]]:
+        """Take over what another run wrote up to `last_step`, so that the curves of a resumed run are whole.
+
+        Returns steps with their metrics, in order; nothing if that run has no `metrics.jsonl`. Torn lines are left out.
+        """
+        carried: list[tuple[int, dict[str, float]]] = []
+        path = run_dir / "metrics.jsonl"
+        for text in path.read_text(encoding="ascii", errors="replace").splitlines() if path.exists() else ():
+            try:
+                line: dict[str, Any] = json.loads(text)
+                step, time_s, odd = line.pop("step"), line.pop("time_s"), line.pop("non_finite", {})
+                metrics = {name: float(value) for name, value in {**line, **odd}.items()}
+            except (ValueError, KeyError, AttributeError, TypeError):
+                continue
+            if step <= last_step:
+                self.write(step, metrics, time_s=time_s)
+                carried.append((step, metrics))
+        return carried
 
     def close(self) -> None:
         """Flush and close both files. Safe to call twice."""

@@ -7,11 +7,16 @@ and `remedy`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from miles_rl.checkpoint import Checkpoint
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+
+from miles_rl.checkpoint import Checkpoint, CheckpointError
+from miles_rl.data import other_tasks
 
 Config = dict[str, Any]
 Finding = dict[str, Any]
@@ -184,12 +189,22 @@ def _resume(config: Config) -> Iterator[Finding]:
     if config.get("resume") is None:
         return
     try:
-        checkpoint = Checkpoint.newest(Path(config["resume"]))
-    except (FileNotFoundError, ValueError, KeyError) as error:
-        text = str(error).removeprefix("resume: ")
-        yield _finding("error", "resume", config["resume"], text, "name a run that saved a checkpoint")
+        checkpoint = Checkpoint.open(Path(config["resume"]))
+    except CheckpointError as error:
+        message, _, remedy = str(error).rpartition("; ")
+        yield _finding("error", "resume", config["resume"], message, remedy)
         return
-    if checkpoint.version >= config["steps"]:
+    if "_target_" in config.get("suite", {}):
+        try:
+            tasks = instantiate(config["suite"], _convert_="all").tasks(config["dataset"]["train"])
+        except (OSError, ValueError, InstantiationException) as error:
+            text = " ".join(str(error.__cause__ or error).split())
+            yield _finding("error", "dataset.train", config["dataset"]["train"], text, "give the split of that run")
+            return
+        if problem := other_tasks(checkpoint, tasks):
+            message, _, remedy = problem.rpartition("; ")
+            yield _finding("error", "resume", config["resume"], message, remedy)
+    if checkpoint.version > config["steps"] or (checkpoint.version == config["steps"] and _succeeded(checkpoint)):
         yield _finding(
             "error",
             "steps",
@@ -197,6 +212,14 @@ def _resume(config: Config) -> Iterator[Finding]:
             f"{config['resume']} has done {checkpoint.version} steps already",
             f"give more than {checkpoint.version}",
         )
+
+
+def _succeeded(checkpoint: Checkpoint) -> bool:
+    """Did the run end well? One that was killed after its last step still has its last evaluation to do."""
+    try:
+        return json.loads((checkpoint.run_dir / "result.json").read_text())["status"] == "success"
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (

@@ -7,29 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import functools
-import importlib
 import logging
 import os
-import pickle
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import traceback
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pipelines
+from pipelines.host import Failure, HostSettings, StageHost
 from pipelines.observer import Observer
 from pipelines.plan import Plan, PlannedStage
 from pipelines.processes import Offspring
-from pipelines.signature import targets
-from pipelines.stage import StageError
+from pipelines.stacks import FOLDER, Watch, tidy
+from pipelines.stage import StageError, StageTimeout
 from pipelines.supervise import Ending, Interrupts, Supervisor
 
 # Ray reads these when it is imported: it phones nobody, listens on loopback, and talks only to who knows the token.
@@ -46,37 +44,12 @@ ray: Any = ray_untyped  # its annotations are incomplete
 
 _TOKEN = secrets.token_hex(32)  # one for this process: Ray caches the first it reads
 _MAX_CALLS = 10_000
-_CANCEL_GRACE_S = 5.0
+_DUMP_TIMEOUT_S = 3.0
 _EXIT_GRACE_S = 5.0
+_SHUTDOWN_TIMEOUT_S = 30.0
+_SESSION_PREFIX = "miles-ray-"
+_LOCK_FILE = "lock"
 _GUARD_TIMEOUT_S = 15.0
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An exception on its way from a stage to its caller. `pickled` is None if the exception cannot travel."""
-
-    pickled: bytes | None
-    text: str
-    trace: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """The envelope of `error`."""
-        text = f"{type(error).__name__}: {error}"
-        try:
-            pickled = pickle.dumps(error)
-            pickle.loads(pickled)
-        except Exception:
-            pickled = None
-        return cls(pickled, text, traceback.format_exc())
-
-    def open(self, stage: str) -> BaseException:
-        """The exception as its own class, so that callers can tell one failure from another."""
-        if self.pickled is None:
-            return StageError(f"stage '{stage}': {self.text}")
-        error: BaseException = pickle.loads(self.pickled)
-        error.add_note(f"in stage '{stage}':\n{self.trace}")
-        return error
 
 
 class StageHandle:
@@ -96,13 +69,30 @@ class StageHandle:
 
     async def _invoke(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         try:
-            return await _answer(self._name, self._actor.call.remote(method, args, kwargs), self._call_timeout_s)
+            return await _call(self._name, self._actor, self._call_timeout_s, method, args, kwargs)
         except _NoAnswer:
-            raise StageError(f"stage '{self._name}': no answer to '{method}' in {self._call_timeout_s:g} s") from None
+            late = f"stage '{self._name}': no answer to '{method}' in {self._call_timeout_s:g} s"
+            raise StageTimeout(late) from None
 
 
 class _NoAnswer(TimeoutError):
     """The deadline of a call passed; not the `TimeoutError` of a component."""
+
+
+async def _call(stage: str, actor: Any, timeout_s: float | None, method: str, *rest: Any) -> Any:
+    """Call a method of a component. A stage that is late is asked to write where it stands, then the call is ended."""
+    reference = actor.call.remote(method, *rest)
+    try:
+        try:
+            return await _answer(stage, reference, timeout_s)
+        except _NoAnswer:
+            with contextlib.suppress(Exception):
+                reason = f"no answer to '{method}' in {timeout_s:g} s"
+                await _answer(stage, actor.dump_stacks.remote(reason), _DUMP_TIMEOUT_S)
+            raise
+    except (_NoAnswer, asyncio.CancelledError):
+        ray.cancel(reference)
+        raise
 
 
 async def _answer(stage: str, reference: Any, timeout_s: float | None) -> Any:
@@ -111,11 +101,7 @@ async def _answer(stage: str, reference: Any, timeout_s: float | None) -> Any:
         async with asyncio.timeout(timeout_s):
             answer = await reference
     except TimeoutError:
-        ray.cancel(reference)
         raise _NoAnswer from None
-    except asyncio.CancelledError:
-        ray.cancel(reference)
-        raise
     except RayActorError:
         cause = "its process was killed, ran out of memory, or crashed in native code; see log.txt"
         raise StageError(f"stage '{stage}' died: {cause}") from None
@@ -126,106 +112,57 @@ async def _answer(stage: str, reference: Any, timeout_s: float | None) -> Any:
     return answer
 
 
-class StageHost:
-    """The actor: builds one component inside its own process and passes calls on to it."""
-
-    def __init__(self, name: str, run: Mapping[str, Any], log_file: str, env: Mapping[str, str]) -> None:
-        os.environ.update(env)
-        self._name, self._run = name, dict(run)
-        self._component: Any = None
-        self._long: dict[str, asyncio.Task[Any]] = {}
-        self._last_status_error = ""
-        self._write_to(log_file)
-
-    def _write_to(self, log_file: str) -> None:
-        """Everything this process prints goes to the end of the run's log, also what native code prints."""
-        descriptor = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
-        form = f"%(asctime)s %(levelname)s {self._name} %(name)s: %(message)s"
-        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=form, force=True)
-
-    async def preload(self) -> None:
-        """Import what the component is made of while earlier stages start. If that fails, `build` tells."""
-        for target in targets(self._run):
-            with contextlib.suppress(Exception):
-                await asyncio.to_thread(importlib.import_module, target.rpartition(".")[0])
-
-    async def build(self, needs: Mapping[str, StageHandle]) -> Failure | None:
-        """Construct the component."""
-        # Ray starts its workers with SIGINT blocked, and every process that a component starts would inherit that.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        try:
-            instantiate = importlib.import_module("hydra.utils").instantiate
-            self._component = instantiate({**self._run, "_partial_": True}, _convert_="all")(**needs)
-        except Exception as error:
-            log.exception("cannot be built")
-            return Failure.of(error.__cause__ or error)  # Hydra wraps what the constructor raised
-        log.info("built in process %d", os.getpid())
-        return None
-
-    async def call(self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Call a method of the component; its exception comes back as a `Failure`."""
-        if method == "facts" and not hasattr(self._component, "facts"):
-            return {}
-        if method == "stop":
-            await self._cancel_long_calls()
-        try:
-            work = getattr(self._component, method)(*args, **(kwargs or {}))
-            if method not in ("start", "run"):
-                return await work
-            self._long[method] = asyncio.ensure_future(work)
-            return await self._long[method]
-        except Exception as error:
-            if method in ("start", "run", "stop") or (method == "status" and str(error) != self._last_status_error):
-                log.exception("'%s' failed", method)
-            if method == "status":
-                self._last_status_error = str(error)  # a sick stage is asked again and again
-            return Failure.of(error)
-
-    async def _cancel_long_calls(self) -> None:
-        """End `start` and `run` before `stop`, so that it finds the component at rest."""
-        pending = [task for task in self._long.values() if not task.done()]
-        for task in pending:
-            task.cancel()
-        if pending:
-            await asyncio.wait(pending, timeout=_CANCEL_GRACE_S)
-
-
 class RayHost:
-    """A stage as the supervisor sees it; pickled for other stages as its `StageHandle`."""
+    """A stage as the supervisor sees it; other stages are given its `handle`."""
 
     def __init__(self, stage: PlannedStage, actor: Any) -> None:
         self._stage, self._actor = stage, actor
         self.handle = StageHandle(stage.name, actor, stage.call_timeout_s)
+        self.pid: int | None = None
+        self._watching = actor.watch.remote()
         actor.preload.remote()
 
     async def build(self, needs: Mapping[str, RayHost], timeout_s: float) -> None:
         """Construct the component in its process, given the hosts of its needs."""
         handles = {name: host.handle for name, host in needs.items()}
-        await self._checked(self._actor.build.remote(handles), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            self.pid = await self._checked(_answer(self._stage.name, self._watching, None))
+            await self._checked(_answer(self._stage.name, self._actor.build.remote(handles), None))
 
     async def call(self, method: str, timeout_s: float | None) -> Any:
         """Call a method without arguments. Raises `StageError` with the stage's name first, or `TimeoutError`."""
-        return await self._checked(self._actor.call.remote(method), timeout_s)
+        return await self._checked(_call(self._stage.name, self._actor, timeout_s, method))
 
-    async def _checked(self, reference: Any, timeout_s: float | None) -> Any:
+    async def dump_stacks(self, reason: str, timeout_s: float) -> Path | None:
+        """See `pipelines.supervise.Host`."""
+        path = await self._checked(_answer(self._stage.name, self._actor.dump_stacks.remote(reason), timeout_s))
+        return None if path is None else Path(path)
+
+    async def _checked(self, answer: Awaitable[Any]) -> Any:
         try:
-            return await _answer(self._stage.name, reference, timeout_s)
+            return await answer  # bounded: by its own deadline
         except (StageError, _NoAnswer):
             raise
         except Exception as error:
-            text = " ".join(str(error).split()) or "no message"
-            raise StageError(f"stage '{self._stage.name}': {type(error).__name__}: {text}") from error
+            text = f"stage '{self._stage.name}': {type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
+            raise (StageTimeout if isinstance(error, TimeoutError) else StageError)(text) from error
+
+
+def remove_dead_sessions(temp_dir: Path) -> None:
+    """Remove what runs left whose every process was killed, the guard too: session folders that nobody has locked."""
+    for lock_file in temp_dir.glob(f"{_SESSION_PREFIX}*/{_LOCK_FILE}"):
+        with contextlib.suppress(OSError), lock_file.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock_file.parent, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def session(cluster: Mapping[str, Any]) -> Generator[None]:
     """A private Ray for the time of a `with`. `cluster` is the config group of that name."""
-    folder = Path(tempfile.mkdtemp(prefix=f"miles-ray-{os.getpid()}-", dir=cluster["temp_dir"]))
+    remove_dead_sessions(Path(cluster["temp_dir"]))
+    folder = Path(tempfile.mkdtemp(prefix=f"{_SESSION_PREFIX}{os.getpid()}-", dir=cluster["temp_dir"]))
+    lock = (folder / _LOCK_FILE).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)  # until this process ends, however it ends
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(folder)]
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     token = folder / "token"
@@ -237,21 +174,48 @@ def session(cluster: Mapping[str, Any]) -> Generator[None]:
     ray_worker.print_to_stdstream = _log_of_ray
     try:
         # In this thread, not in a helper: the kernel ends Ray's processes with the thread that started them.
-        ray.init(
-            num_cpus=cluster["num_cpus"],
-            num_gpus=cluster["num_gpus"],
-            object_store_memory=cluster["object_store_mb"] * 2**20,
-            include_dashboard=cluster["include_dashboard"],
-            log_to_driver=False,
-            configure_logging=False,
-            _temp_dir=str(folder),
-            _node_ip_address="127.0.0.1",
-        )
+        with _alarm(cluster["start_timeout_s"], "cluster.start_timeout_s: {:g}; Ray did not start in time; raise it"):
+            ray.init(
+                num_cpus=cluster["num_cpus"],
+                num_gpus=cluster["num_gpus"],
+                object_store_memory=cluster["object_store_mb"] * 2**20,
+                include_dashboard=cluster["include_dashboard"],
+                log_to_driver=False,
+                configure_logging=False,
+                _temp_dir=str(folder),
+                _node_ip_address="127.0.0.1",
+            )
         yield
     finally:
-        ray.shutdown()
+        _end_session(folder, guard)
+
+
+def _end_session(folder: Path, guard: subprocess.Popen[bytes]) -> None:
+    """What does not end in time is killed by `Offspring`, like all that is left of a run."""
+    try:
+        with _alarm(_SHUTDOWN_TIMEOUT_S, "Ray did not end within {:g} s"):
+            ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
         guard.communicate(timeout=_GUARD_TIMEOUT_S)
+        lock.close()
+    except (TimeoutError, subprocess.TimeoutExpired) as error:
+        log.error("%s", error)
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float, message: str) -> Iterator[None]:
+    """A deadline for what blocks this thread, the main one. Raises `TimeoutError` with `message`."""
+
+    def ring(number: int, frame: object) -> None:
+        raise TimeoutError(message.format(seconds))
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _log_of_ray(data: Mapping[str, Any], ignore_prefix: bool) -> None:
@@ -268,6 +232,7 @@ def launch(plan: Plan, run_dir: Path, observer: Observer) -> Ending:
         ending = asyncio.run(_launch(plan, run_dir, observer))
     finally:
         killed = offspring.end(_EXIT_GRACE_S)
+        tidy(run_dir / FOLDER)
     for command in killed:
         ending.warnings.append(f"a process was left over and was killed: {command}")
         observer.note(ending.warnings[-1])
@@ -276,20 +241,31 @@ def launch(plan: Plan, run_dir: Path, observer: Observer) -> Ending:
 
 async def _launch(plan: Plan, run_dir: Path, observer: Observer) -> Ending:
     cluster = cast(Mapping[str, Any], plan.config["cluster"])
-    log_file = str(run_dir / "log.txt")
+    fault = cast(Mapping[str, Any], plan.config["faults"])
+    settings = HostSettings(str(run_dir), cluster["stall_s"], cluster["env"], fault)
     actor_class: Any = ray.remote(max_restarts=0, max_task_retries=0)(StageHost)
 
     def place(stage: PlannedStage) -> RayHost:
         options = actor_class.options(num_cpus=stage.cpus, num_gpus=stage.gpus_per_node, max_concurrency=_MAX_CALLS)
-        return RayHost(stage, options.remote(stage.name, stage.run, log_file, cluster["env"]))
+        return RayHost(stage, options.remote(stage.name, stage.run, settings))
 
     interrupts = Interrupts()
     _listen(interrupts)
     observer.note("starting Ray")
     with session(cluster):
         _listen(interrupts)  # Ray put its own handlers in place
-        supervisor = Supervisor(plan, place, observer, cluster["heartbeat_s"], cluster["heartbeat_timeout_s"])
-        return await supervisor.supervise(interrupts)
+        if plan.fault:
+            observer.note(plan.fault)
+        supervisor = Supervisor(
+            plan,
+            place,
+            observer,
+            run_dir,
+            heartbeat_s=cluster["heartbeat_s"],
+            heartbeat_timeout_s=cluster["heartbeat_timeout_s"],
+        )
+        with contextlib.closing(Watch("driver", run_dir / FOLDER, cluster["stall_s"])):
+            return await supervisor.supervise(interrupts)
 
 
 def _listen(interrupts: Interrupts) -> None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from pipelines.errors import ConfigError, Problem, did_you_mean
 from pipelines.origin import Path, children, origin
-from pipelines.rehearse import rehearse
+from pipelines.rehearse import rehearse, rehearse_fault
 from pipelines.schema import RunShell
 from pipelines.signature import ALLOWED, TargetError, Where, check_tree, load
 
@@ -50,6 +50,8 @@ class Plan:
     choices: Mapping[str, str] = field(default_factory=dict[str, str])
     notes: tuple[str, ...] = ()
     """Knobs that cannot act under this config, and other things a check wants known."""
+    fault: str = ""
+    """What goes wrong on purpose, in words; empty if nothing does."""
 
 
 def make_plan(
@@ -77,6 +79,7 @@ def make_plan(
     for name, stage in stages.items():
         problems += _check_stage(name, stage, stages, where, allowed)
     problems += _check_cluster(stages, config["cluster"], where)
+    problems += check_tree(config["faults"], ("faults",), where, allowed)
     order = list(stages)
     try:
         known = {name: [need for need in stage["needs"] if need in stages] for name, stage in stages.items()}
@@ -86,14 +89,16 @@ def make_plan(
         problems.append(Problem("stages", cycle, "a cycle: none of these can start first; remove one of the needs"))
     if not problems:
         problems += _check_drivers(stages, allowed)
+    fault = ""
     if not problems:
-        problems += rehearse(stages)
+        fault, found = rehearse_fault(config["faults"], stages, where)
+        problems += [*rehearse(stages), *found]
     if problems:
         raise ConfigError(problems)
     notes = _ask_checks(config, allowed)
     planned = tuple(_planned(name, stages[name], allowed) for name in order)
     driver = next(name for name in order if hasattr(load(stages[name]["run"]["_target_"], allowed), "run"))
-    return Plan(planned, driver, config, dict(choices or {}), tuple(notes))
+    return Plan(planned, driver, config, dict(choices or {}), tuple(notes), fault)
 
 
 def _check_top(config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -145,6 +150,11 @@ def _check_stage(
 
 def _check_cluster(stages: Mapping[str, Any], cluster: Mapping[str, Any], where: Where) -> Iterator[Problem]:
     """Does what the stages ask for exist? A cluster is one machine; a stage that cannot be placed would wait."""
+    if not 0 < cluster["stall_s"] <= cluster["heartbeat_timeout_s"] / 2:
+        remedy = (
+            f"give more than 0 and at most half of cluster.heartbeat_timeout_s = {cluster['heartbeat_timeout_s']:g}"
+        )
+        yield Problem(where(("cluster", "stall_s")), cluster["stall_s"], f"{remedy}: stacks are written before it ends")
     for name, stage in stages.items():
         if stage["resources"]["nodes"] > 1:
             remedy = "this cluster is one machine; give 1, or choose a larger cluster"

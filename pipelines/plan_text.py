@@ -51,6 +51,9 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
         if "starts" in stage.figures:
             yield Text(f"  {stage.name}: {stage.figures['starts']}")
     yield Text(f"  the run ends when {plan.driver} is done")
+    if plan.fault:
+        yield Text()
+        yield Text(plan.fault, style="bold red")
     if plan.notes:
         yield Text()
         yield from (Text(note, style="yellow") for note in plan.notes)

@@ -23,12 +23,12 @@ class Offspring:
     def __init__(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._before = set(_below(os.getpid()))
+        self._before = set(below(os.getpid()))
 
     def alive(self) -> dict[int, str]:
         """Process id to command line of all that run now; those that ended are reaped."""
         found: dict[int, str] = {}
-        for pid, (parent, state) in _below(os.getpid()).items():
+        for pid, (parent, state) in below(os.getpid()).items():
             if pid in self._before:
                 continue
             if state != "Z":
@@ -54,8 +54,8 @@ class Offspring:
         return killed
 
 
-def _below(root: int) -> dict[int, tuple[int, str]]:
-    """Descendants of `root`: process id to parent and state."""
+def below(root: int) -> dict[int, tuple[int, str]]:
+    """Descendants of `root`: process id to parent and one letter for the state, as in `ps`."""
     parents: dict[int, tuple[int, str]] = {}
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if entry.isdigit():

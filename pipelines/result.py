@@ -17,13 +17,14 @@ from pipelines.plan import Plan
 from pipelines.supervise import Ending, last_step
 
 _GIT_TIMEOUT_S = 10.0
-_NOT_HASHED = ("run_dir", "plan_only", "resume")
+_NOT_HASHED = ("run_dir", "plan_only", "resume", "resume_changed")
+_FACTS_OF_THEIR_OWN = ("task_set_hash", "resumed_from")
 
 
 def write_result(run_dir: Path, plan: Plan, ending: Ending, wall_s: float, overrides: Sequence[str]) -> dict[str, Any]:
     """Write `result.json` and return what it holds. Figures that are not finite become null."""
     config = plan.config
-    facts = {key: value for key, value in ending.facts.items() if key != "task_set_hash"}
+    facts = {key: value for key, value in ending.facts.items() if key not in _FACTS_OF_THEIR_OWN}
     result = {
         "status": ending.status,
         "error": ending.error,
@@ -34,6 +35,7 @@ def write_result(run_dir: Path, plan: Plan, ending: Ending, wall_s: float, overr
         "commit": commit(),
         "config_hash": config_hash(config),
         "task_set_hash": ending.facts.get("task_set_hash", {}),
+        "resumed_from": ending.facts.get("resumed_from"),
         "steps": last_step(ending, plan.driver) or 0,
         "wall_s": round(wall_s, 3),
         "metrics": ending.metrics,

@@ -6,7 +6,9 @@ Exit code 0: the run did its work. 1: it failed. 2: the config is wrong, nothing
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
+import json
 import logging
 import os
 import sys
@@ -17,6 +19,7 @@ from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from pipelines import plan_text
@@ -26,6 +29,7 @@ from pipelines.observer import Observer
 from pipelines.origin import resolve
 from pipelines.plan import Plan, make_plan
 from pipelines.result import write_atomic, write_config, write_result
+from pipelines.resume import OVERRIDES_FILE, check_resumed, with_saved_overrides
 from pipelines.say import say
 from pipelines.supervise import Ending
 
@@ -38,6 +42,11 @@ log = logging.getLogger(__name__)
 def main() -> None:
     """Compose the config of the command line and run it; with `-m` run each of the sweep's, one after the other."""
     codes: list[int] = []
+    try:
+        sys.argv[1:] = with_saved_overrides(sys.argv[1:])
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(CONFIG_ERROR)
     full_errors = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and we print one line
 
@@ -67,7 +76,7 @@ def run(config: DictConfig) -> int:
     overrides = cast(list[str], OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False))
     OmegaConf.update(config, "run_dir", str(run_dir))
     try:
-        plan = planned(config, run_dir)
+        plan = planned(config, run_dir, overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         for folder in (run_dir, run_dir.parent):
@@ -80,13 +89,16 @@ def run(config: DictConfig) -> int:
     return execute(plan, run_dir, overrides)
 
 
-def planned(config: DictConfig, run_dir: Path) -> Plan:
-    """The checked plan, with `resolved.yaml` and `plan.txt` written. Raises `ConfigError`."""
+def planned(config: DictConfig, run_dir: Path, overrides: Sequence[str]) -> Plan:
+    """The checked plan, with it, its config and its `overrides` written. Raises `ConfigError`."""
     choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra/" not in group}
     resolved, raw = resolve(config)
     plan = make_plan(resolved, raw, choices=choices)
+    changed = check_resumed(resolved, raw, multirun=HydraConfig.get().mode is RunMode.MULTIRUN)
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *changed))
     if (run_dir / "resolved.yaml").exists():
         raise ConfigError([Problem("run_dir", run_dir, "holds another run; give a new folder")])
+    write_atomic(run_dir / OVERRIDES_FILE, json.dumps(list(overrides), indent=1) + "\n")
     write_config(run_dir, resolved)
     write_atomic(run_dir / "plan.txt", plan_text.plain(plan))
     return plan
@@ -98,6 +110,8 @@ def execute(plan: Plan, run_dir: Path, overrides: Sequence[str] = ()) -> int:
 
     begin = time.monotonic()
     with _log_to(run_dir / "log.txt"):
+        for note in plan.notes:
+            log.info("%s", note)
         with make_display(plan, run_dir, plan.config["steps"]) as display:
             ending = _launch(plan, run_dir, display)
         log.info("run ended: %s %s", ending.status, ending.error or "")

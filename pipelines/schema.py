@@ -53,7 +53,7 @@ class StageShell:
 
 @dataclass
 class Cluster:
-    """Where the stages run, and how the run notices that one of them is gone."""
+    """Where the stages run, and how the run notices that one of them is gone or stuck."""
 
     num_cpus: int = MISSING
     num_gpus: int = MISSING
@@ -63,6 +63,7 @@ class Cluster:
     start_timeout_s: float = MISSING
     heartbeat_s: float = MISSING
     heartbeat_timeout_s: float = MISSING
+    stall_s: float = MISSING
     env: dict[str, str] = MISSING
 
 

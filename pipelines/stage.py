@@ -18,6 +18,10 @@ class StageError(Exception):
     """A stage failed. The message starts with the stage's name."""
 
 
+class StageTimeout(StageError):
+    """A deadline passed: the stage did not answer, or ended a call of its own by a deadline. It may be stuck."""
+
+
 @runtime_checkable
 class Stage(Protocol):
     """Start in topological order, stop in reverse. `status` is the heartbeat: a small dict of figures.

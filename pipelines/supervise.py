@@ -9,20 +9,30 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
+from pipelines import stacks
 from pipelines.errors import show
 from pipelines.observer import Observer
 from pipelines.plan import Plan, PlannedStage
-from pipelines.stage import StageError
+from pipelines.stage import StageError, StageTimeout
 
 RunStatus = Literal["success", "failed", "interrupted"]
 
 _CAUSE_TIMEOUT_S = 5.0
+_DUMP_TIMEOUT_S = 3.0
+_MUTE_STOP_TIMEOUT_S = 5.0
+"""A stage that did not even say where it stands is not given more time than this to stop."""
 
 
 class Host(Protocol):
-    """One placed stage. Methods raise `StageError`, with the stage's name first, or `TimeoutError`."""
+    """One placed stage. Methods raise `StageError`, with the stage's name first, or `TimeoutError` when time is up."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process of the stage; None before it is known."""
+        ...
 
     async def build(self, needs: Mapping[str, Any], timeout_s: float) -> None:
         """Construct the component in its own process, given the hosts of its needs."""
@@ -30,6 +40,10 @@ class Host(Protocol):
 
     async def call(self, method: str, timeout_s: float | None) -> Any:
         """Call an async method of the component that takes no arguments."""
+        ...
+
+    async def dump_stacks(self, reason: str, timeout_s: float) -> Path | None:
+        """Have the stage write where its threads and tasks stand; the file, None if it wrote too many."""
         ...
 
 
@@ -65,15 +79,28 @@ class Interrupts:
 
 
 class Supervisor:
-    """Runs one plan once. `heartbeat_s` is the pause between two looks at a stage; a look has `heartbeat_timeout_s`."""
+    """Runs one plan once. `heartbeat_s` is the pause between two looks at a stage; a look has `heartbeat_timeout_s`.
+
+    When a deadline ends the run, every stage writes where it stands into `run_dir`, and the message names the files.
+    """
 
     def __init__(
-        self, plan: Plan, place: Place, observer: Observer, heartbeat_s: float, heartbeat_timeout_s: float
+        self,
+        plan: Plan,
+        place: Place,
+        observer: Observer,
+        run_dir: Path,
+        *,
+        heartbeat_s: float,
+        heartbeat_timeout_s: float,
     ) -> None:
         self._plan, self._place, self._observer = plan, place, observer
+        self._stacks_dir = run_dir / stacks.FOLDER
         self._heartbeat_s, self._heartbeat_timeout_s = heartbeat_s, heartbeat_timeout_s
+        self._placed: dict[str, Host] = {}
         self._hosts: dict[str, Host] = {}
         self._starting: set[str] = set()
+        self._mute: set[str] = set()
         self._beats: dict[str, asyncio.Task[None]] = {}
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ending = Ending()
@@ -84,6 +111,7 @@ class Supervisor:
             self._observer.stage(stage.name, "waiting")
         work = asyncio.create_task(self._work())
         signalled = asyncio.create_task(interrupts.first.wait())
+        # bounded: a start by its own deadline, a run by the heartbeats
         await asyncio.wait({work, signalled, self._broken}, return_when=asyncio.FIRST_COMPLETED)
         if interrupts.first.is_set():
             self._ending.status, self._ending.error = "interrupted", f"interrupted by {interrupts.name}"
@@ -100,39 +128,42 @@ class Supervisor:
                 self._show(self._plan.driver, await self._look(self._plan.driver, _CAUSE_TIMEOUT_S))
         stopping = asyncio.create_task(self._stop_all())
         forced = asyncio.create_task(interrupts.second.wait())
+        # bounded: each stage's stop
         await asyncio.wait({stopping, forced}, return_when=asyncio.FIRST_COMPLETED)
         if not stopping.done():
             self._ending.warnings.append("a second signal came: stages were not stopped in order")
         for task in (stopping, forced):
             task.cancel()
-        await asyncio.gather(work, signalled, stopping, forced, *self._beats.values(), return_exceptions=True)
+        ended = (work, signalled, stopping, forced, *self._beats.values())
+        await asyncio.gather(*ended, return_exceptions=True)  # bounded: all are cancelled
         if self._broken.done():
             self._broken.exception()  # seen
         return self._ending
 
     async def _work(self) -> None:
-        hosts = {stage.name: self._place(stage) for stage in self._plan.stages}
+        self._placed = {stage.name: self._place(stage) for stage in self._plan.stages}
         for stage in self._plan.stages:
-            await self._start(stage, hosts[stage.name])
+            await self._start(stage, self._placed[stage.name])
         for stage in self._plan.stages:
-            facts = await self._hosts[stage.name].call("facts", self._heartbeat_timeout_s)
-            self._ending.facts.update(facts or {})
-        metrics = await self._hosts[self._plan.driver].call("run", None)  # watched by its heartbeat
+            self._ending.facts.update(await self._ask(stage.name, "facts", self._heartbeat_timeout_s) or {})
+        metrics = await self._hosts[self._plan.driver].call("run", None)  # bounded: by its heartbeat
         self._ending.metrics = dict(metrics or {})
 
     async def _start(self, stage: PlannedStage, host: Host) -> None:
         name = stage.name
         self._observer.stage(name, "starting")
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + stage.start_timeout_s
         try:
-            async with asyncio.timeout(stage.start_timeout_s):
-                await host.build({need: self._hosts[need] for need in stage.needs}, stage.start_timeout_s)
-                self._hosts[name] = host
-                self._starting.add(name)
-                self._beats[name] = asyncio.create_task(self._beat(name))
-                await host.call("start", stage.start_timeout_s)
+            await host.build({need: self._hosts[need] for need in stage.needs}, stage.start_timeout_s)
+            self._hosts[name] = host
+            self._starting.add(name)
+            self._beats[name] = asyncio.create_task(self._beat(name))
+            await host.call("start", deadline - clock())
         except TimeoutError:
             remedy = f"raise stages.{name}.start_timeout_s, or see log.txt for what it waits for"
-            raise StageError(f"stage '{name}' did not start within {stage.start_timeout_s:g} s; {remedy}") from None
+            late = f"stage '{name}' did not start within {stage.start_timeout_s:g} s; {remedy}"
+            raise StageTimeout(late) from None
         self._starting.discard(name)
         self._observer.stage(name, "up")
 
@@ -150,10 +181,13 @@ class Supervisor:
             await asyncio.sleep(self._heartbeat_s)
 
     async def _look(self, name: str, timeout_s: float) -> Mapping[str, Any]:
+        return await self._ask(name, "status", timeout_s)
+
+    async def _ask(self, name: str, method: str, timeout_s: float) -> Any:
         try:
-            return await self._hosts[name].call("status", timeout_s)
+            return await self._hosts[name].call(method, timeout_s)
         except TimeoutError:
-            raise StageError(f"stage '{name}' did not answer for {timeout_s:g} s") from None
+            raise StageTimeout(f"stage '{name}' did not answer for {timeout_s:g} s") from None
 
     def _show(self, name: str, figures: Mapping[str, Any] | None) -> None:
         if figures:
@@ -164,13 +198,41 @@ class Supervisor:
         """A failing stage makes others fail: of all that are broken now, the first in starting order is to blame."""
         names = [name for name in self._hosts if name not in self._starting]
         looks = [self._look(name, min(_CAUSE_TIMEOUT_S, self._heartbeat_timeout_s)) for name in names]
-        found = await asyncio.gather(*looks, return_exceptions=True)
+        found = await asyncio.gather(*looks, return_exceptions=True)  # bounded: each look
         broken = {name: answer for name, answer in zip(names, found, strict=True) if isinstance(answer, StageError)}
         name, cause = next(iter(broken.items()), (_blamed(error), error))
+        if isinstance(cause, StageTimeout) and name == _blamed(error):
+            cause = error  # the first words about it tell the longer wait
         message = str(cause) if isinstance(cause, StageError) else f"{type(cause).__name__}: {show(cause)}"
-        if name in {stage.name for stage in self._plan.stages}:
+        if isinstance(cause, StageTimeout):
+            message += await self._write_stacks(name, message)
+        if name in self._placed:
             self._observer.stage(name, "failed", message)
         return message
+
+    async def _write_stacks(self, blamed: str, reason: str) -> str:
+        """Have all stages say where they stand, for who waits and who is waited for belong together."""
+        names = sorted(self._placed, key=lambda name: name != blamed)
+        found = await asyncio.gather(*(self._stacks_of(name, reason) for name in names))  # bounded: each of them
+        first, others = found[0] if names[:1] == [blamed] else [], sum(found[1:], [])
+        if not first:
+            return f"; stacks in {self._stacks_dir}" if others else ""
+        more = f" and {len(others)} of other stages beside it" if others else ""
+        return f"; stacks in {', '.join(str(path) for path in first)}{more}"
+
+    async def _stacks_of(self, name: str, reason: str) -> list[Path]:
+        """What a stage wrote; of one that does not even answer this, what can be seen from outside."""
+        host = self._placed[name]
+        if host.pid is None:
+            return []
+        try:
+            path = await host.dump_stacks(reason, _DUMP_TIMEOUT_S)
+        except TimeoutError:
+            self._mute.add(name)
+            return stacks.of_mute(self._stacks_dir, name, host.pid, reason)
+        except StageError:
+            return []  # it is dead
+        return [] if path is None else [path]
 
     async def _stop_all(self) -> None:
         for stage in reversed(self._plan.stages):
@@ -178,13 +240,16 @@ class Supervisor:
             if host is None:
                 continue
             self._observer.stage(stage.name, "stopping")
+            mute = stage.name in self._mute
+            limit_s = min(stage.stop_timeout_s, _MUTE_STOP_TIMEOUT_S) if mute else stage.stop_timeout_s
             try:
-                async with asyncio.timeout(stage.stop_timeout_s):
-                    await host.call("stop", stage.stop_timeout_s)
+                await host.call("stop", limit_s)
             except TimeoutError:
-                self._warn(f"stage '{stage.name}' did not stop within {stage.stop_timeout_s:g} s")
+                late = f"stage '{stage.name}' did not stop within {limit_s:g} s"
+                files = [] if mute else await self._stacks_of(stage.name, late)
+                self._warn("; stacks in ".join([late, *(str(path) for path in files[:1])]))
             except StageError as error:
-                if str(error) != self._ending.error:
+                if not (self._ending.error or "").startswith(str(error)):
                     self._warn(f"while stopping: {error}")
             self._observer.stage(stage.name, "down")
 

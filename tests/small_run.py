@@ -41,7 +41,7 @@ def small_config(run_dir: Path, mode: str = "work") -> dict[str, Any]:
         "run_dir": str(run_dir),
         "checks": [],
         **{group: {} for group in GROUPS},
-        "cluster": {**cluster, "heartbeat_s": 0.2, "heartbeat_timeout_s": 3.0},
+        "cluster": {**cluster, "heartbeat_s": 0.2, "heartbeat_timeout_s": 3.0, "stall_s": 1.0},
         "stages": {
             "worker": stage("Worker", ("source",), steps=3, diary=diary, mode=mode),
             "source": stage("Source", diary=diary),

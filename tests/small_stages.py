@@ -54,7 +54,7 @@ class Source:
         shape: Shape | None = None,
         options: Mapping[str, int] | None = None,
     ) -> None:
-        self._diary, self._next, self._step = Path(diary), first, step
+        self._diary, self._next, self.step = Path(diary), first, step
         self._child: subprocess.Popen[bytes] | None = None
 
     @staticmethod
@@ -71,7 +71,7 @@ class Source:
         self._write(f"source start {os.getpid()} {self._child.pid}")
 
     async def next(self) -> float:
-        self._next += self._step
+        self._next += self.step
         return self._next
 
     async def fail(self) -> None:
@@ -97,6 +97,28 @@ class Source:
             self._child.wait()
 
 
+def sleeps_in_the_loop() -> None:
+    """What a component must not do."""
+    time.sleep(600)
+
+
+def holds_the_lock() -> None:
+    """Native code that keeps Python's lock: no other thread of the process runs."""
+    ctypes.PyDLL(None).sleep(600)
+
+
+async def ends_by_a_deadline(source: Any) -> None:
+    """Waits for what does not come, as long as its own deadline allows."""
+    background = asyncio.create_task(source.wait(), name="a wait beside it")
+    try:
+        async with asyncio.timeout(1.0):
+            await asyncio.Event().wait()
+    except TimeoutError:
+        raise TimeoutError("worker.patience_s: 1; the event did not come") from None
+    finally:
+        background.cancel()
+
+
 class Worker:
     """Drives: asks `source` for `steps` numbers, or misbehaves in the way that `mode` says."""
 
@@ -120,7 +142,11 @@ class Worker:
         if self._mode == "dies":
             os._exit(7)
         if self._mode == "blocks":
-            time.sleep(600)
+            sleeps_in_the_loop()
+        if self._mode == "holds the lock":
+            holds_the_lock()
+        if self._mode == "late":
+            await ends_by_a_deadline(self._source)
         if self._mode in ("waits", "sick"):
             await asyncio.sleep(600)
         total = 0.0
@@ -155,6 +181,16 @@ class Worker:
             await asyncio.sleep(600)
         if self._mode == "leaves a child":
             subprocess.Popen(["sleep", "600"], start_new_session=True)
+
+
+class Limp:
+    """A fault: the source counts backwards."""
+
+    def __init__(self, *, stage: str = "source", step: float = -1.0) -> None:
+        self.stage, self._step = stage, step
+
+    def install(self, component: Source) -> None:
+        component.step = self._step
 
 
 def find_colour(config: Mapping[str, Any]) -> list[dict[str, Any]]:

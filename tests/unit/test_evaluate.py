@@ -1,3 +1,4 @@
+import json
 import math
 
 import numpy as np
@@ -42,6 +43,11 @@ def test_a_change_is_paired_by_task() -> None:
     after = evaluation({f"t{i}": i / 10 + 0.1 for i in range(10)})
     delta, low, high = paired_change(before, after)
     assert (delta, low, high) == pytest.approx((0.1, 0.1, 0.1))
+
+
+def test_an_evaluation_comes_back_from_a_checkpoint_as_it_was() -> None:
+    before = evaluation({f"t{i}": i / 7 for i in range(7)})
+    assert Evaluation.from_dict(json.loads(json.dumps(before.as_dict()))) == before
 
 
 def test_evaluations_without_a_shared_task_are_not_compared() -> None:

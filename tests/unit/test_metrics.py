@@ -58,6 +58,22 @@ def test_a_second_writer_appends_and_closes_off_a_torn_line(tmp_path: Path) -> N
     assert json.loads(lines[2])["a"] == 2.0
 
 
+def test_a_resumed_run_takes_over_the_curves_up_to_its_version(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "old") as writer:
+        for step in range(4):
+            writer.write(step, {"train/loss": step / 3, "odd": math.inf}, time_s=1.7e9 + step)
+    with (tmp_path / "old/metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "ti')
+    with MetricsWriter(tmp_path / "new") as writer:
+        carried = writer.carry(tmp_path / "old", 2)
+        assert writer.carry(tmp_path / "nowhere", 2) == []
+    assert carried == [(step, {"train/loss": step / 3, "odd": math.inf}) for step in range(3)]
+    assert lines_of(tmp_path / "new") == lines_of(tmp_path / "old")[:3]
+    events = EventAccumulator(str(tmp_path / "new/tensorboard"))
+    events.Reload()
+    assert [(e.step, e.wall_time) for e in events.Scalars("train/loss")] == [(step, 1.7e9 + step) for step in range(3)]
+
+
 @pytest.mark.parametrize("name", ["step", "time_s", "non_finite", ""])
 def test_a_reserved_metric_name_is_refused_and_nothing_is_written(tmp_path: Path, name: str) -> None:
     with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError, match="reserved"):

@@ -1,10 +1,13 @@
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from miles_rl.checkpoint import Checkpoint
 from miles_rl.preflight import check
+from sandbox_env.suites.minibench.suite import Minibench
+from sandbox_env.task import task_set_hash
 
 HEALTHY: dict[str, Any] = {
     "steps": 40,
@@ -75,6 +78,37 @@ def test_more_places_than_staleness_can_fill_are_reported_as_inert() -> None:
 
 
 def test_resuming_a_run_that_is_done_is_refused(tmp_path: Any) -> None:
-    Checkpoint.write(tmp_path, 40, {}, "hash", lambda folder: None, keep=1)
+    Checkpoint.commit(Checkpoint.begin(tmp_path, 40), 40, "hash", {}, keep=1)
+    assert check(with_value("resume", str(tmp_path))) == [], "killed in its last evaluation: that is still to do"
+    (tmp_path / "result.json").write_text('{"status": "success"}')
     findings = check(with_value("resume", str(tmp_path)))
     assert [(f["level"], f["path"]) for f in findings] == [("error", "steps")]
+
+
+def test_resuming_with_other_training_tasks_is_refused_and_with_the_same_is_not(tmp_path: Path) -> None:
+    suite = Minibench(root=str(tmp_path / "suite"), seed=0)
+    config = with_value("resume", str(tmp_path))
+    config["suite"] = {
+        "_target_": "sandbox_env.suites.minibench.suite.Minibench",
+        "root": str(tmp_path / "suite"),
+        "seed": 0,
+    }
+    Checkpoint.commit(Checkpoint.begin(tmp_path, 20), 20, task_set_hash(suite.tasks("train69")), {}, keep=1)
+    assert check(config) == []
+    config["dataset"]["train"] = "train8"
+    (finding,) = check(config)
+    assert (finding["level"], finding["path"]) == ("error", "resume")
+    assert "it was trained on other tasks (hash " in finding["message"]
+    config["dataset"]["train"] = "train7"
+    (finding,) = check(config)
+    assert (finding["level"], finding["path"]) == ("error", "dataset.train")
+
+
+def test_a_torn_checkpoint_is_refused_by_name_before_anything_starts(tmp_path: Path) -> None:
+    for version in (10, 20):
+        Checkpoint.commit(Checkpoint.begin(tmp_path, version), version, "hash", {}, keep=2)
+    (tmp_path / "checkpoints/step-000020/loop.json").write_text("{")
+    (finding,) = check(with_value("resume", str(tmp_path)))
+    assert (finding["level"], finding["path"]) == ("error", "resume")
+    assert "step-000020 is torn: loop.json cannot be read" in finding["message"]
+    assert finding["remedy"] == f"an older one is complete: resume={tmp_path}/checkpoints/step-000010"

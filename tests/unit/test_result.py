@@ -15,7 +15,11 @@ def test_a_result_holds_what_a_comparison_needs(tmp_path: Path):
     ending = Ending(
         "success",
         metrics={"eval/solve_rate_after": 0.5, "broken": float("nan"), "pair": (1, float("inf"))},
-        facts={"task_set_hash": {"train": "a", "eval": "b"}, "engine": "x"},
+        facts={
+            "task_set_hash": {"train": "a", "eval": "b"},
+            "engine": "x",
+            "resumed_from": {"path": "runs/a/checkpoints/step-000004", "version": 4},
+        },
         figures={"worker": {"step": 3}, "source": {"step": 99}},
     )
     write_result(tmp_path, small_plan(tmp_path), ending, 1.23456, ["seed=0"])
@@ -24,6 +28,7 @@ def test_a_result_holds_what_a_comparison_needs(tmp_path: Path):
     assert (told["steps"], told["wall_s"], told["overrides"]) == (3, 1.235, ["seed=0"])
     assert told["task_set_hash"] == {"train": "a", "eval": "b"}
     assert told["facts"] == {"engine": "x"}
+    assert told["resumed_from"] == {"path": "runs/a/checkpoints/step-000004", "version": 4}
     assert told["metrics"] == {"eval/solve_rate_after": 0.5, "broken": None, "pair": [1, None]}
     assert len(told["config_hash"]) == 64
 

@@ -29,6 +29,11 @@ class InProcess:
         components = {name: host.component for name, host in needs.items()}
         self.component = instantiate({**self._stage.run, "_partial_": True}, _convert_="all")(**components)
 
+    pid = os.getpid()
+
+    async def dump_stacks(self, reason: str, timeout_s: float) -> Path | None:
+        return None
+
     async def call(self, method: str, timeout_s: float | None) -> Any:
         try:
             async with asyncio.timeout(timeout_s):
@@ -48,14 +53,17 @@ async def supervised(tmp_path: Path, mode: str, **times: float) -> tuple[Ending,
     plan, notes, interrupts = small_plan(tmp_path, mode), Notes(), Interrupts()
     plan = _with_times(plan, times)
 
-    supervisor = Supervisor(plan, InProcess, notes, heartbeat_s=0.05, heartbeat_timeout_s=1.0)
-    running = asyncio.create_task(supervisor.supervise(interrupts))
+    running = asyncio.create_task(supervisor(plan, notes, tmp_path).supervise(interrupts))
     if mode == "waits":
         while ("worker", "up") not in notes.states:
             await asyncio.sleep(0.01)
         interrupts.deliver("SIGINT")
     ending = await asyncio.wait_for(running, DEADLINE_S)
     return ending, notes, [" ".join(line.split()[:2]) for line in (tmp_path / "diary").read_text().splitlines()]
+
+
+def supervisor(plan: Plan, notes: Notes, run_dir: Path) -> Supervisor:
+    return Supervisor(plan, InProcess, notes, run_dir, heartbeat_s=0.05, heartbeat_timeout_s=1.0)
 
 
 def _with_times(plan: Plan, times: Mapping[str, Any]) -> Plan:
@@ -125,7 +133,7 @@ async def test_a_second_signal_ends_at_once(tmp_path: Path):
     plan, notes, interrupts = small_plan(tmp_path, "stop hangs"), Notes(), Interrupts()
     plan = _with_times(plan, {"stop_timeout_s": 600.0})
 
-    running = asyncio.create_task(Supervisor(plan, InProcess, notes, 0.05, 1.0).supervise(interrupts))
+    running = asyncio.create_task(supervisor(plan, notes, tmp_path).supervise(interrupts))
     async with asyncio.timeout(DEADLINE_S):
         while ("worker", "stopping") not in notes.states:
             await asyncio.sleep(0.01)

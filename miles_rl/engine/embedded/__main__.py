@@ -42,6 +42,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-prefill-tokens", type=int, default=2048, help="prompt tokens in one step")
     parser.add_argument("--running-kv-gib", type=float, default=1.0)
     parser.add_argument("--prefix-cache-gib", type=float, default=0.25)
+    parser.add_argument(
+        "--deterministic",
+        default="auto",
+        choices=["auto", "true", "false"],
+        help="replies whose bits do not depend on the batch; auto where this machine can",
+    )
     parser.add_argument("--max-body-bytes", type=int, default=16 << 20)
     parser.add_argument("--max-step-s", type=float, default=120.0, help="a longer model step is unhealthy")
     parser.add_argument("--standalone", action="store_true", help="outlive the process that started it")
@@ -57,17 +63,24 @@ def make_backend(arguments: argparse.Namespace) -> Backend:
         "running_kv_gib": arguments.running_kv_gib,
         "prefix_cache_gib": arguments.prefix_cache_gib,
     }
+    deterministic = {"auto": None, "true": True, "false": False}[arguments.deterministic]
     reason = why_not(read_config(arguments.model))
     if arguments.backend == "qwen3" and reason is not None:
         raise WeightsError(f"backend qwen3: does not cover {reason}; use auto")
     if arguments.backend == "transformers" or reason is not None:
         from miles_rl.engine.embedded.transformers_backend import TransformersBackend
 
+        if deterministic:
+            cause = f"the model has {reason}" if reason else "backend is transformers"
+            raise WeightsError(
+                f"engine.deterministic: true; {cause}, which only transformers computes, and not bit for bit; "
+                "set engine.deterministic=false"
+            )
         _log.info("computing with transformers (%s)", reason or "as asked")
         return TransformersBackend(arguments.model, **options)
     from miles_rl.engine.embedded.qwen3_backend import Qwen3Backend
 
-    return Qwen3Backend(arguments.model, **options)
+    return Qwen3Backend(arguments.model, **options, deterministic=deterministic)
 
 
 def bind(arguments: argparse.Namespace) -> socket.socket:
@@ -90,6 +103,7 @@ async def run(arguments: argparse.Namespace, core: EngineCore) -> None:
         "served_model_name": arguments.model,
         "device": arguments.device,
         "dtype": arguments.dtype,
+        "deterministic": core.backend.deterministic,
         "dp_size": 1,
         "tp_size": 1,
         "max_running_requests": arguments.max_running,

@@ -44,6 +44,8 @@ class Backend(Protocol):
     vocab_size: int
     context_length: int
     eos_token_ids: frozenset[int]
+    deterministic: bool
+    """Whether a reply's bits depend on the weights, its own request and its seed alone, whatever else runs."""
 
     def admit(self, request: Request) -> Admission:
         """Give the request a place and what the prefix cache has of it; unless admitted, ask again later."""

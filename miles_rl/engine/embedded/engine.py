@@ -47,7 +47,9 @@ class EmbeddedEngine:
     """Implements `Engine` with `python -m miles_rl.engine.embedded`.
 
     `device` is `cpu`, `cuda` or `cuda:N`. Key-value memory in GiB is per replica. `max_context` shortens the model's
-    own context (tokens). Timeouts in seconds.
+    own context (tokens). Timeouts in seconds. `deterministic`: the bits of a reply depend on the weights, the request
+    and its `sampling_seed` alone, never on the batch, the order of arrival, the prefix cache or a pause; also after a
+    restart on the same machine. None where that can be had: on the CPU, in float32, with one thread, on the fast path.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class EmbeddedEngine:
         prefix_cache_gib: float = 0.25,
         start_timeout_s: float = 120.0,
         max_step_s: float = 120.0,
+        deterministic: bool | None = None,
         host: str = "127.0.0.1",
     ) -> None:
         if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
@@ -71,6 +74,8 @@ class EmbeddedEngine:
         for name, value in {**least, "running_kv_gib": running_kv_gib, "start_timeout_s": start_timeout_s}.items():
             if value <= 0:
                 raise ValueError(f"engine.{name}: {value}; give more than 0")
+        if deterministic:
+            _check_deterministic(device, dtype, backend, num_threads)
         self._options: dict[str, object] = {
             "device": device,
             "dtype": dtype,
@@ -84,6 +89,8 @@ class EmbeddedEngine:
         }
         if max_context is not None:
             self._options["max-context"] = max_context
+        if deterministic is not None:
+            self._options["deterministic"] = str(deterministic).lower()
         self._num_threads, self._start_timeout_s, self._host = num_threads, start_timeout_s, host
 
     async def launch(self, index: int, model_dir: str, version: int, log_dir: str) -> Replica:
@@ -110,3 +117,19 @@ class EmbeddedEngine:
                 await replica.stop()
             raise
         return replica
+
+
+def _check_deterministic(device: str, dtype: str, backend: str, num_threads: int) -> None:
+    """Raises `ValueError` for settings under which bits depend on the batch."""
+    wanted = {
+        "device": (device, device == "cpu", "cpu"),
+        "dtype": (dtype, dtype in ("auto", "float32"), "float32"),
+        "backend": (backend, backend != "transformers", "auto"),
+        "num_threads": (num_threads, num_threads == 1, "1"),
+    }
+    for name, (value, is_right, remedy) in wanted.items():
+        if not is_right:
+            raise ValueError(
+                f"engine.deterministic: true; engine.{name} is {value}; set engine.{name}={remedy} "
+                "or engine.deterministic=false"
+            )

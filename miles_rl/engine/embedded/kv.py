@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+TOKEN_MULTIPLE = 32
+"""Capacities are whole numbers of this, so that masked padding can follow any sequence."""
 _MIN_POOL_TOKENS = 4096
 _MIN_POOL_ROWS = 8
 _MAX_IDLE_POOL_BYTES = 32 << 20
@@ -128,10 +130,11 @@ class RowPool:
 
 
 class KvRows:
-    """All running sequences' keys and values. `capacity` is the longest sequence in tokens."""
+    """All running sequences' keys and values. `capacity` is the longest sequence in tokens, here rounded up."""
 
     def __init__(self, shape: KvShape, capacity: int) -> None:
         self.shape = shape
+        capacity = -(-capacity // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
         sizes = sorted({size for power in range(7, 40) for size in (1 << power, 3 << (power - 1)) if size < capacity})
         self._pools = {size: RowPool(shape, size) for size in (*sizes, capacity)}
         self.positions = torch.arange(capacity, device=shape.device)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from miles_rl.engine.embedded.kv import KvShape
+from miles_rl.engine.embedded.row_counts import Product, RowCounts, multiply
 from miles_rl.engine.embedded.weights import Tensors, check_shapes
 
 AttentionFunction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -154,15 +155,21 @@ class _Layer:
         yield f"{prefix}mlp.down_proj.weight", self.down.t()
 
 
-def _product(x: torch.Tensor, projection: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return x @ projection if bias is None else torch.addmm(bias, x, projection)
-
-
 class Qwen3:
-    """Weights of one version and the pass through them. Raises `WeightsError` if `tensors` do not fit `config`."""
+    """Weights of one version and the pass through them. Raises `WeightsError` if `tensors` do not fit `config`.
 
-    def __init__(self, config: Qwen3Config, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> None:
-        self.config, self.dtype, self.device = config, dtype, device
+    With `counts` set, all products keep to them, so that the bits of a row depend on that row alone.
+    """
+
+    def __init__(
+        self,
+        config: Qwen3Config,
+        tensors: Tensors,
+        dtype: torch.dtype,
+        device: torch.device,
+        counts: RowCounts | None = None,
+    ) -> None:
+        self.config, self.dtype, self.device, self.counts = config, dtype, device, counts
         shapes = config.tensor_shapes()
         # Some exporters write the head of a tied model too; transformers then ignores it, and so do we.
         self._names_tied_head = config.tie_word_embeddings and "lm_head.weight" in tensors
@@ -192,6 +199,7 @@ class Qwen3:
     ) -> torch.Tensor:
         """Last hidden states [N, hidden] before the final norm, of tokens `ids` [N] at `positions` [N] below `longest`.
 
+        N is a number that `counts`, if set, leave as it is when they pad.
         `attend(layer, queries [N, H, D], keys [N, K, D], values [N, K, D])` stores and attends; returns [N, H * D].
         """
         config = self.config
@@ -201,19 +209,34 @@ class Qwen3:
         cos, sin = self._cos[positions], self._sin[positions]
         x = F.embedding(ids, self.embedding)
         for index, layer in enumerate(self.layers):
-            qkv = _product(self._rms_norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+            qkv = self._product(self._rms_norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
             qkv = qkv.view(x.shape[0], num_qk + config.num_kv_heads, config.head_dim)
             qk = self._rms_norm(qkv[:, :num_qk], layer.qk_norm)
             qk = torch.addcmul(qk * cos, qk.roll(config.head_dim // 2, -1), sin)
             attended = attend(index, qk[:, : config.num_heads], qk[:, config.num_heads :], qkv[:, num_qk:])
-            x = x + _product(attended, layer.out, layer.out_bias)
-            gate, up = (self._rms_norm(x, layer.post_norm) @ layer.gate_up).chunk(2, dim=-1)
-            x = x + F.silu(gate).mul_(up) @ layer.down
+            x = x + self._product(attended, layer.out, layer.out_bias)
+            gate, up = self._product(self._rms_norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
+            x = x + self._product(F.silu(gate).mul_(up), layer.down)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocab_size] from hidden states [N, hidden]."""
-        return self._rms_norm(hidden, self.norm) @ self.head
+        count = hidden.shape[0]
+        if self.counts is not None and (surplus := self.counts.padded(count) - count):
+            hidden = F.pad(hidden, (0, 0, 0, surplus))
+        return self._product(self._rms_norm(hidden, self.norm), self.head)[:count]
+
+    def products(self) -> Iterator[Product]:
+        """Every projection of a pass, with its bias."""
+        yield self.head, None
+        for layer in self.layers:
+            yield from ((layer.qkv, layer.qkv_bias), (layer.out, layer.out_bias))
+            yield from ((layer.gate_up, None), (layer.down, None))
+
+    def _product(self, x: torch.Tensor, projection: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.counts is None or x.shape[0] <= self.counts.most:
+            return multiply(x, (projection, bias))
+        return torch.cat([multiply(part, (projection, bias)) for part in x.split(self.counts.most)])
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if self.dtype is torch.float32:

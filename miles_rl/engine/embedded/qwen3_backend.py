@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import torch
 
 from miles_rl.engine.embedded.attention import Attention
 from miles_rl.engine.embedded.backend import Admission, CacheFigures, StepOutput
+from miles_rl.engine.embedded.determinism import find_row_counts
 from miles_rl.engine.embedded.kv import BlockStore, KvRows
 from miles_rl.engine.embedded.prefix_cache import PrefixCache
 from miles_rl.engine.embedded.qwen3 import Qwen3, Qwen3Config
 from miles_rl.engine.embedded.request import Request
+from miles_rl.engine.embedded.row_counts import RowCounts
 from miles_rl.engine.embedded.weights import (
     WeightsError,
     choose_dtype,
@@ -26,13 +29,15 @@ from miles_rl.weights.checksum import checksum
 BLOCK_SIZE = 16
 _GIB = 1 << 30
 _LOGIT_ROWS = 256
+_log = logging.getLogger(__name__)
 
 
 class Qwen3Backend:
     """Implements `Backend`.
 
     `running_kv_gib` bounds the keys and values of running requests (admission waits), `prefix_cache_gib` those kept
-    for later ones (the least recently used go). Both on the model's device.
+    for later ones (the least recently used go). Both on the model's device. `deterministic` gives a reply the same
+    bits whatever else runs: None where this machine can, True raises `WeightsError` where it cannot.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class Qwen3Backend:
         max_context: int | None = None,
         running_kv_gib: float = 1.0,
         prefix_cache_gib: float = 0.25,
+        deterministic: bool | None = None,
     ) -> None:
         config = read_config(model_dir)
         self._config = Qwen3Config.parse(config)
@@ -58,7 +64,11 @@ class Qwen3Backend:
         self._cache = PrefixCache(num_blocks, BLOCK_SIZE)
         self._store = BlockStore(shape, num_blocks, BLOCK_SIZE)
         self._rows = KvRows(shape, self.context_length)
+        self._counts: RowCounts | None = None
         self._model = self.stage(model_dir)
+        if deterministic is not False:
+            self._make_deterministic(required=deterministic is True)
+        self.deterministic = self._counts is not None
         self._by_row: dict[object, Request] = {}
         self._epoch = 0
 
@@ -84,7 +94,7 @@ class Qwen3Backend:
     @torch.inference_mode()
     def forward(self, prefill: Sequence[tuple[Request, int]]) -> StepOutput:
         """See `Backend`."""
-        attention = Attention(self._rows)
+        attention = Attention(self._rows, self._counts)
         ids: list[int] = []
         positions: list[int] = []
         decoding = self._plan_decoding(attention, ids, positions)
@@ -97,15 +107,19 @@ class Qwen3Backend:
             if start + count == len(request.ids):
                 requests.append(request)
                 outputs.append(len(ids) - 1)
+        surplus = self._counts.padded(len(ids)) - len(ids) if self._counts is not None else 0
+        attention.pad(surplus)
+        ids += [0] * surplus
+        positions += [0] * surplus
         hidden = self._model.hidden(self._tensor(ids), self._tensor(positions), max(positions) + 1, attention)
         self._score_prompts(prefill, hidden, len(decoding))
         for request in decoding:
             request.num_computed += 1
         for request, count in prefill:
             self._after_prefill(request, count)
-        if len(outputs) < len(ids):
+        if len(outputs) + surplus < len(ids):
             hidden = hidden[self._tensor(outputs)]
-        return StepOutput(requests, self._model.logits(hidden))
+        return StepOutput(requests, self._model.logits(hidden)[: len(requests)])
 
     @torch.inference_mode()
     def release(self, request: Request) -> None:
@@ -132,7 +146,7 @@ class Qwen3Backend:
         """See `Backend`. Both sets of weights are in memory until `install`."""
         if not Path(model_dir).is_dir():
             raise WeightsError(f"{model_dir}: no such folder")
-        return Qwen3(self._config, read_tensors(model_dir), self._dtype, self._device)
+        return Qwen3(self._config, read_tensors(model_dir), self._dtype, self._device, self._counts)
 
     def install(self, staged: Qwen3) -> None:
         """See `Backend`."""
@@ -143,6 +157,23 @@ class Qwen3Backend:
     def checksum(self) -> str:
         """See `Backend`."""
         return checksum(self._model.named_tensors())
+
+    def _make_deterministic(self, required: bool) -> None:
+        """Make the arithmetic independent of the batch, or say why not; that is an error if it is `required`."""
+        reason = None
+        if self._device.type != "cpu" or self._dtype is not torch.float32:
+            reason = f"needs the CPU and float32, not {self._device} and {str(self._dtype).removeprefix('torch.')}"
+        elif torch.get_num_threads() > 1:
+            reason = f"needs one torch thread, not {torch.get_num_threads()}"
+        else:
+            self._counts = find_row_counts(self._model.products(), self._rows.shape)
+            if self._counts is None:
+                reason = "the matrix products of this machine depend on the batch at all sizes tried"
+        if reason is not None:
+            if required:
+                raise WeightsError(f"engine.deterministic: true; {reason}; set engine.deterministic=false")
+            _log.info("replies may depend on the batch: %s", reason)
+        self._model.counts = self._counts
 
     def _plan_decoding(self, attention: Attention, ids: list[int], positions: list[int]) -> list[Request]:
         full = [row for pool in self._rows.decoding_pools() for row in pool.rows[: pool.num_decoding]]

@@ -85,6 +85,8 @@ class _Kept:
 class TransformersBackend:
     """Implements `Backend`. Options as for `Qwen3Backend`; sizes of keys and values are estimates here."""
 
+    deterministic = False
+
     def __init__(
         self,
         model_dir: str,

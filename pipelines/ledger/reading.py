@@ -1,0 +1,172 @@
+"""Opens a ledger read-only and gives its rows. Plain SQLite: `miles_rl.rollout.ledger_schema` says what they mean."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import struct
+import sys
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+LEDGER_FILE = "ledger.sqlite"
+TABLES = {"groups", "samples", "trajectories", "checkpoints"}
+STATES = ("leased", "running", "scored", "trained", "discarded", "failed")
+UNFINISHED = ("leased", "running", "scored")
+RUN_ENDED = "the run ended"
+"""Reason of samples that were still wanted when the run ended."""
+
+_BUSY_TIMEOUT_S = 10.0
+_FLOCK = "hhqqi"
+_OPEN_BYTE = 128
+"""Every connection to a database in WAL mode holds a lock on this byte of its `-shm` file (sqlite.org/walformat)."""
+
+
+class LedgerUnreadable(Exception):
+    """There is no ledger there. The message is one line with the path and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """One group that was opened. `ended` is empty while it is wanted, then `trained`, `stale` or `short`."""
+
+    group_id: int
+    task: str
+    size: int
+    ended: str
+    trained_version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One attempt at one member of a group. Times are seconds since the epoch."""
+
+    sample_id: str
+    group_id: int
+    sample_index: int
+    attempt: int
+    task: str
+    state: str
+    reason: str
+    outcome: str | None
+    admitted_version: int
+    oldest_version: int | None
+    newest_version: int | None
+    trained_version: int | None
+    reward: float | None
+    sandbox_id: str | None
+    num_leases: int
+    admitted_s: float
+    running_s: float | None
+    ended_s: float | None
+    trained_s: float | None
+    changed_s: float
+
+    @property
+    def kind(self) -> str:
+        """What a failed or discarded attempt counts under: its outcome, or why it was discarded."""
+        return self.outcome or "unknown" if self.state == "failed" else self.reason
+
+
+_COLUMNS = {row: ", ".join(f.name for f in fields(row)) for row in (GroupRow, SampleRow)}
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerFile:
+    """An open ledger: one state of it, however long it is read and whatever is written meanwhile.
+
+    `writer` is the process that has it open now, None if there is none: the run has ended, or was killed.
+    """
+
+    path: Path
+    writer: int | None
+    database: sqlite3.Connection
+
+    def groups(self) -> dict[int, GroupRow]:
+        """All groups by id, in the order in which they were opened."""
+        rows = self.database.execute(f"SELECT {_COLUMNS[GroupRow]} FROM groups ORDER BY group_id")
+        return {row[0]: GroupRow(*row) for row in rows}
+
+    def samples(self) -> Iterator[SampleRow]:
+        """Every attempt, by group, member and attempt."""
+        rows = self.database.execute(
+            f"SELECT {_COLUMNS[SampleRow]} FROM samples ORDER BY group_id, sample_index, attempt"
+        )
+        return (SampleRow(*row) for row in rows)
+
+    def now_s(self) -> float:
+        """Seconds since the epoch: now while the run has the ledger open, else when it was last changed."""
+        return time.time() if self.writer is not None else self.changed_s()
+
+    def changed_s(self) -> float:
+        """When the ledger was last changed, in seconds since the epoch."""
+        (changed_s,) = self.one("SELECT max(coalesce((SELECT max(changed_s) FROM samples), 0), coalesce((SELECT"
+                                " max(opened_s) FROM groups), 0))")  # fmt: skip
+        return float(changed_s)
+
+    def one(self, sql: str) -> tuple[Any, ...]:
+        """The first row of a query."""
+        return self.database.execute(sql).fetchone()
+
+
+@contextlib.contextmanager
+def opened(run: str | Path) -> Generator[LedgerFile]:
+    """The ledger of a run folder, or the ledger file itself. `LedgerUnreadable` if there is none, or it is damaged."""
+    path = located(Path(run))
+    writer = _open_in(path)
+    try:
+        with contextlib.closing(_connect(path)) as database:
+            tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if not tables >= TABLES:
+                missing = ", ".join(sorted(TABLES - tables))
+                raise LedgerUnreadable(f"{path}: not a ledger, it has no table {missing}; give the folder of a run")
+            yield LedgerFile(path, writer, database)
+    except sqlite3.DatabaseError as error:
+        raise LedgerUnreadable(
+            f"{path}: {error}; a run that is resumed from a checkpoint takes that one's copy of the ledger"
+        ) from error
+
+
+def located(run: Path) -> Path:
+    """The ledger file of `run`, which is a run folder, a checkpoint's, or the file. `LedgerUnreadable` if none."""
+    if run.is_file():
+        return run
+    if not run.is_dir():
+        raise LedgerUnreadable(f"{run}: no such run; give the folder of a run, or its {LEDGER_FILE}")
+    path = run / LEDGER_FILE
+    if not path.is_file():
+        raise LedgerUnreadable(f"{run}: holds no {LEDGER_FILE}; the run ended before its first rollout, or is no run")
+    return path
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """A read-only connection with its snapshot taken. A ledger without a log file is at rest, and nothing is made."""
+    has_log = Path(f"{path}-wal").exists()
+    address = f"file:{quote(str(path.resolve()))}?{'mode=ro' if has_log else 'immutable=1'}"
+    database = sqlite3.connect(address, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+    database.execute("BEGIN")
+    return database
+
+
+def _open_in(path: Path) -> int | None:
+    """Another process of this machine that has the ledger open. To be asked before we open it ourselves."""
+    if sys.platform != "linux":
+        return None
+    try:
+        shared = os.open(f"{path}-shm", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, _OPEN_BYTE, 1, 0)
+        kind, *_, pid = struct.unpack_from(_FLOCK, fcntl.fcntl(shared, fcntl.F_GETLK, wanted))
+    except OSError:
+        return None
+    finally:
+        os.close(shared)
+    return None if kind == fcntl.F_UNLCK else int(pid)
