@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Generator, Iterator, Mapping
+from collections.abc import Awaitable, Generator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -188,6 +188,7 @@ def session(cluster: Mapping[str, Any]) -> Generator[None]:
         yield
     finally:
         _end_session(folder, guard)
+        lock.close()
 
 
 def _end_session(folder: Path, guard: subprocess.Popen[bytes]) -> None:
@@ -197,13 +198,12 @@ def _end_session(folder: Path, guard: subprocess.Popen[bytes]) -> None:
             ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
         guard.communicate(timeout=_GUARD_TIMEOUT_S)
-        lock.close()
     except (TimeoutError, subprocess.TimeoutExpired) as error:
         log.error("%s", error)
 
 
 @contextlib.contextmanager
-def _alarm(seconds: float, message: str) -> Iterator[None]:
+def _alarm(seconds: float, message: str) -> Generator[None]:
     """A deadline for what blocks this thread, the main one. Raises `TimeoutError` with `message`."""
 
     def ring(number: int, frame: object) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
@@ -50,7 +50,7 @@ def rehearse_fault(fault: Mapping[str, Any], stages: Mapping[str, Any], where: W
         path = where(("faults", "stage")) if "stage" in fault else where(("faults",))
         return "", [Problem(path, stage, f"no stage of that name; {did_you_mean(str(stage), stages)}")]
     options = ", ".join(f"{key} {show(value)}" for key, value in fault.items() if key not in ("_target_", "stage"))
-    name = cast(str, type(built).__name__)
+    name = type(built).__name__
     return f"a fault acts on purpose in stage '{stage}': {name}{f' ({options})' if options else ''}", []
 
 

@@ -100,7 +100,7 @@ class Watch:
     def _describe(self, reason: str, error: BaseException | None) -> Iterator[str]:
         yield f"stage '{self._stage}', process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {reason}"
         if error is not None:
-            yield from ("", *"".join(traceback.format_exception(error)).rstrip().splitlines())
+            yield from _origins(error)
         yield from ("", "threads, the one of the event loop first; the place that runs is the last line")
         yield from _threads(self._loop_thread)
         yield from _tasks(self._loop)
@@ -157,6 +157,16 @@ def _silent_file(folder: Path, stage: str) -> Path:
     return folder / f".{stage}.silent"
 
 
+def _origins(error: BaseException) -> Iterator[str]:
+    """The error and those behind it, also where `from None` hides them: the innermost says what was awaited."""
+    step: BaseException | None = error
+    for _ in range(_MAX_DEPTH):
+        if step is None:
+            return
+        yield from ("", *"".join(traceback.format_exception(step, chain=False)).rstrip().splitlines())
+        step = step.__cause__ or step.__context__
+
+
 def _threads(first: int) -> Iterator[str]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
@@ -180,6 +190,9 @@ def _tasks(loop: asyncio.AbstractEventLoop) -> Iterator[str]:
 
 def _awaited(task: asyncio.Task[Any]) -> Iterator[str]:
     step: Any = task.get_coro()
+    if task is asyncio.current_task(task.get_loop()):
+        yield "  runs; see the thread of the event loop"
+        return
     for _ in range(_MAX_DEPTH):
         frame = next((f for name in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(step, name, None))), None)
         if frame is None:
@@ -204,8 +217,8 @@ def _seen_from_outside(pid: int) -> Iterator[str]:
     yield "threads: name, state, the kernel function that it waits in, the number of its system call"
     with contextlib.suppress(OSError):
         for thread in sorted((proc / "task").iterdir(), key=lambda path: int(path.name)):
-            call = _read(thread / "syscall").split(" ")[0]
-            yield f"  {thread.name} {_read(thread / 'comm')}, {_field(thread, 'State')}, {_read(thread / 'wchan')}, {call}"
+            name, state, place = _read(thread / "comm"), _field(thread, "State"), _read(thread / "wchan")
+            yield f"  {thread.name} {name}, {state}, {place}, {_read(thread / 'syscall').split(' ')[0]}"
     yield "processes below it"
     for child, (parent, state) in sorted(below(pid).items()):
         command = _read(Path(f"/proc/{child}/cmdline")).replace("\0", " ")[:_MAX_COMMAND_CHARS]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,7 @@ from pipelines import stacks
 from pipelines.errors import show
 from pipelines.observer import Observer
 from pipelines.plan import Plan, PlannedStage
+from pipelines.processes import below
 from pipelines.stage import StageError, StageTimeout
 
 RunStatus = Literal["success", "failed", "interrupted"]
@@ -214,10 +217,12 @@ class Supervisor:
         """Have all stages say where they stand, for who waits and who is waited for belong together."""
         names = sorted(self._placed, key=lambda name: name != blamed)
         found = await asyncio.gather(*(self._stacks_of(name, reason) for name in names))  # bounded: each of them
-        first, others = found[0] if names[:1] == [blamed] else [], sum(found[1:], [])
+        files = dict(zip(names, found, strict=True))
+        first = files.pop(blamed, [])
+        num_others = sum(map(len, files.values()))
         if not first:
-            return f"; stacks in {self._stacks_dir}" if others else ""
-        more = f" and {len(others)} of other stages beside it" if others else ""
+            return f"; stacks in {self._stacks_dir}" if num_others else ""
+        more = f" and {num_others} of other stages beside it" if num_others else ""
         return f"; stacks in {', '.join(str(path) for path in first)}{more}"
 
     async def _stacks_of(self, name: str, reason: str) -> list[Path]:
@@ -247,11 +252,19 @@ class Supervisor:
             except TimeoutError:
                 late = f"stage '{stage.name}' did not stop within {limit_s:g} s"
                 files = [] if mute else await self._stacks_of(stage.name, late)
+                if mute:
+                    self._end_by_force(host)
                 self._warn("; stacks in ".join([late, *(str(path) for path in files[:1])]))
             except StageError as error:
                 if not (self._ending.error or "").startswith(str(error)):
                     self._warn(f"while stopping: {error}")
             self._observer.stage(stage.name, "down")
+
+    def _end_by_force(self, host: Host) -> None:
+        """A process that answers nothing, stopped or stuck in native code, would also keep Ray waiting."""
+        if host.pid in below(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(host.pid, signal.SIGKILL)
 
     def _warn(self, line: str) -> None:
         self._ending.warnings.append(line)

@@ -38,6 +38,7 @@ def small_config(run_dir: Path, mode: str = "work") -> dict[str, Any]:
         "steps": 3,
         "plan_only": False,
         "resume": None,
+        "resume_changed": False,
         "run_dir": str(run_dir),
         "checks": [],
         **{group: {} for group in GROUPS},

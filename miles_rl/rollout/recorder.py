@@ -8,6 +8,7 @@ Query it while the run goes on:
 from __future__ import annotations
 
 import os
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -132,58 +133,113 @@ class EpisodeRecord:
 
 
 class EpisodeRecorder:
-    """Writes episode records as parquet parts (zstd) into `folder`, many rows to a part.
+    """Writes episode records as parquet parts (zstd) into `folder`, many to a part, beside the caller.
 
     A part is written under a hidden name and renamed when complete, so `*.parquet` can be read at any time; part
-    names are unique, so several recorders (train and eval stages, a resumed run) share a folder. Rows go out when
-    `flush_every` of them wait, or with the first record that comes `flush_interval_s` after the last part, and at
-    `close`. A killed process loses its waiting rows from here, never from the run's ledger.
+    names are unique, so several recorders (train and eval stages, a resumed run) share a folder. Records go out when
+    `flush_every` of them wait, or with the first one that comes `flush_interval_s` after the last part, and at `close`.
+    One part is written at a time, in the order of the records, by a thread: an event loop that records is not held up.
+    A killed process loses its waiting records from here, never from the run's ledger.
 
-    Not thread-safe: one recorder per component. `OSError` when the folder cannot be written; the rows then stay and
-    go out with the next flush.
+    A write that fails loses nothing: its records wait again, first in order, and its error is raised by the next
+    `record` or `close`. `TimeoutError` when a write takes longer than `write_timeout_s`.
     """
 
-    def __init__(self, folder: str | Path, flush_every: int = 64, flush_interval_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        flush_every: int = 64,
+        flush_interval_s: float = 10.0,
+        write_timeout_s: float = 30.0,
+    ) -> None:
         if flush_every < 1:
             raise ValueError(f"flush_every: {flush_every}; give at least 1")
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._flush_every = flush_every
         self._flush_interval_s = flush_interval_s
-        self._rows: list[dict[str, object]] = []
-        self._last_flush_s = time.monotonic()
+        self._write_timeout_s = write_timeout_s
+        self._changed = threading.Condition()
+        self._waiting: list[EpisodeRecord] = []
+        self._writing = 0
+        self._error: Exception | None = None
+        self._last_write_s = time.monotonic()
 
     def record(self, record: EpisodeRecord) -> None:
-        """Keep one episode."""
-        self._rows.append(record.row())
-        waited_s = time.monotonic() - self._last_flush_s
-        if len(self._rows) >= self._flush_every or waited_s >= self._flush_interval_s:
-            self.flush()
+        """Keep one episode. Raises what went wrong with an earlier write; this record waits all the same."""
+        with self._changed:
+            self._waiting.append(record)
+            waited_s = time.monotonic() - self._last_write_s
+            if self._writing and waited_s > self._write_timeout_s:
+                raise self._late()
+            error, self._error = self._error, None
+            if len(self._waiting) >= self._flush_every or waited_s >= self._flush_interval_s:
+                self._begin()
+        if error is not None:
+            raise error
 
     def flush(self) -> None:
-        """Write the waiting rows as one part; without rows, nothing."""
-        if not self._rows:
-            return
-        table = pa.Table.from_arrays([_column(self._rows, column) for column in SCHEMA], schema=SCHEMA)
-        name = f"part-{time.time_ns() // 1_000_000:013d}-{uuid.uuid4().hex[:8]}.parquet"
-        hidden = self._folder / f".{name}.tmp"
-        try:
-            pq.write_table(
-                table,
-                hidden,
-                compression="zstd",
-                use_dictionary=REPEATING,  # pyright: ignore[reportArgumentType]  # its type is guessed from its default
-            )
-            os.replace(hidden, self._folder / name)
-        except BaseException:
-            hidden.unlink(missing_ok=True)
-            raise
-        self._rows = []
-        self._last_flush_s = time.monotonic()
+        """Begin to write the waiting records as one part; without any, or while one is written, nothing."""
+        with self._changed:
+            self._begin()
 
     def close(self) -> None:
-        """Write what waits. Safe to call twice."""
-        self.flush()
+        """Write what waits, and wait for it: at most `write_timeout_s` a part. Safe to call twice."""
+        with self._changed:
+            while self._writing or self._waiting:
+                if not self._writing:
+                    self._error = None  # of a write that is tried again now
+                    self._begin()
+                if not self._changed.wait_for(lambda: not self._writing, self._write_timeout_s):
+                    raise self._late()
+                if self._error is not None:
+                    error, self._error = self._error, None
+                    raise error
+
+    def _begin(self) -> None:
+        """Hand the waiting records to a thread. It is a daemon: a disk that hangs does not keep the process."""
+        if self._writing or not self._waiting:
+            return
+        records, self._waiting = self._waiting, []
+        self._writing, self._last_write_s = len(records), time.monotonic()
+        threading.Thread(target=self._write, args=(records,), name="episodes", daemon=True).start()
+
+    def _write(self, records: list[EpisodeRecord]) -> None:
+        error: Exception | None = None
+        try:
+            _write_part(self._folder, [record.row() for record in records])
+        except Exception as caught:
+            error = caught
+        with self._changed:
+            if error is not None:
+                self._waiting, self._error = records + self._waiting, error
+            self._writing, self._last_write_s = 0, time.monotonic()
+            self._changed.notify_all()
+
+    def _late(self) -> TimeoutError:
+        waiting = self._writing + len(self._waiting)
+        return TimeoutError(
+            f"{self._folder}: writing episodes did not end within {self._write_timeout_s:g} s, {waiting} wait; see"
+            " whether its disk answers"
+        )
+
+
+def _write_part(folder: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """One parquet file with all `rows`, there as a whole or not at all."""
+    table = pa.Table.from_arrays([_column(rows, column) for column in SCHEMA], schema=SCHEMA)
+    name = f"part-{time.time_ns() // 1_000_000:013d}-{uuid.uuid4().hex[:8]}.parquet"
+    hidden = folder / f".{name}.tmp"
+    try:
+        pq.write_table(
+            table,
+            hidden,
+            compression="zstd",
+            use_dictionary=REPEATING,  # pyright: ignore[reportArgumentType]  # its type is guessed from its default
+        )
+        os.replace(hidden, folder / name)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
 
 
 def _column(rows: Sequence[Mapping[str, object]], column: pa.Field) -> pa.Array:

@@ -27,9 +27,11 @@ def make_display(plan: Plan, run_dir: str | Path, total_steps: int) -> Generator
     """
     name, seed = str(plan.config["name"]), int(plan.config["seed"])
     board = Board(name, seed, [stage.name for stage in plan.stages], total_steps)
+    resume = plan.config.get("resume")
+    goes_on = "" if resume is None else f" - goes on from {resume}"
     console = Console()
     if sys.stdout.isatty() and not console.is_dumb_terminal:
-        board.note(f"run folder: {run_dir}")
+        board.note(f"run folder: {run_dir}{goes_on}")
         with live(board, console):
             try:
                 yield board
@@ -37,7 +39,7 @@ def make_display(plan: Plan, run_dir: str | Path, total_steps: int) -> Generator
                 board.finish()
         return
     plain = PlainDisplay(board, sys.stdout)
-    plain.note(f"{name} - seed {seed} - run folder: {run_dir}")
+    plain.note(f"{name} - seed {seed} - run folder: {run_dir}{goes_on}")
     try:
         yield plain
     finally:

@@ -141,8 +141,10 @@ class Painter:
         done, failed = of("rollout", "scored"), of("rollout", "failed") or 0
         text = Text(f"{figure(of('rollout', 'running'))} running, {figure(done)} scored, ")
         text.append(f"{figure(failed)} failed", "red" if failed else "dim")
-        if dropped := of("rollout", "discarded") or of("rollout", "stale"):
-            text.append(f", {figure(dropped)} dropped", "yellow")
+        if stale := of("rollout", "stale"):
+            text.append(f", {figure(stale)} groups too old", "yellow")
+        if slow := of("rollout", "waits_for_groups"):
+            text.append(f"; waits for {figure(slow)} protected groups", "yellow")
         return text
 
     def _policy(self) -> Text:

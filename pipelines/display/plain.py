@@ -71,6 +71,10 @@ class PlainDisplay:
         parts += [f"{name} {figure(value)}" for name, value in wanted.items() if value is not None]
         if failed := board.of("rollout", "failed"):
             parts.append(f"failed {figure(failed)}")
+        if stale := board.of("rollout", "stale"):
+            parts.append(f"groups too old {figure(stale)}")
+        if slow := board.of("rollout", "waits_for_groups"):
+            parts.append(f"waits for {figure(slow)} protected groups")
         if board.left_s is not None:
             parts.append(f"{duration(board.left_s)} left")
         return "  ".join(parts)

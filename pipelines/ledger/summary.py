@@ -18,7 +18,7 @@ STAGES = {"sandbox_failed": "sandbox", "engine_failed": "engine", "verifier_fail
 
 _LONGEST_CAUSE = 160
 _IDS = re.compile(r"\b(?=[0-9a-f-]*[0-9])(?=[0-9a-f-]*[a-f])[0-9a-f]{6,}(-[0-9a-f]+)*\b|\bg\d+\.\d+\.\d+\b")
-_NUMBERS = re.compile(r"\d+(?:[.,:]\d+)*(?:e[+-]?\d+)?")
+_NUMBERS = re.compile(r"(?<!HTTP )(?<!\d)\d+(?:[.,:]\d+)*(?:e[+-]?\d+)?")
 
 Cause = tuple[str, str, str]
 """Task, stage and kind of a failure."""
@@ -150,7 +150,7 @@ def by_kind(failures: Mapping[Cause, int]) -> list[tuple[str, str, int, Counter[
 def kind_of(detail: str, task: str = "") -> str:
     """The first line of a failure's text without what differs from case to case, so that equal causes are one kind.
 
-    Numbers and ids become `#`, the name of the task `TASK`.
+    Numbers and ids become `#`, the name of the task `TASK`; an HTTP status stays.
     """
     line = next((line for line in detail.splitlines() if line.strip()), "")
     line = clean(line).replace(task, "TASK") if task else clean(line)

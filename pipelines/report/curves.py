@@ -10,19 +10,25 @@ from pipelines.report.charts import Point, Series, line_chart, stacked_chart
 from pipelines.report.run_folder import RunFolder
 from pipelines.wording import figure, percent_exact
 
+BY_TASK = ("rollout/failed_by_task/", "async/stale_by_task/")
+"""Counts with a metric for each task: a table tells them, in place of so many charts."""
 STEP_TIME = {"perf/wait_s": "wait for a batch", "perf/train_s": "train", "perf/publish_s": "publish"}
 SHARES = (0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One chart: metric names (a trailing `*` takes all that begin so), and whether its values are shares."""
+    """One chart: metric names (a trailing `*` takes all that begin so), and whether its values are shares.
+
+    With `if_any` it is only shown if a value is above 0.
+    """
 
     title: str
     note: str
     names: tuple[str, ...]
     share: bool = False
     smooth: bool = True
+    if_any: bool = False
 
 
 CURVES = (
@@ -46,6 +52,20 @@ CURVES = (
     Curve("Turns", "mean per episode", ("rollout/num_turns_mean",)),
     Curve(
         "Prefix cache", "share of prompt tokens that the engine had already", ("rollout/prefix_cache_hit_rate",), True
+    ),
+    Curve(
+        "Failures of infrastructure",
+        "attempts since the start, by outcome; they are refilled and never scored",
+        ("rollout/failed", "rollout/*_failed"),
+        smooth=False,
+        if_any=True,
+    ),
+    Curve(
+        "Dropped as too old",
+        "groups since the start that no batch could take any more",
+        ("async/stale_groups",),
+        smooth=False,
+        if_any=True,
     ),
     Curve("Log-probability gap", "mean |trainer - engine| per token", ("train/train_rollout_logprob_abs_diff",)),
 )
@@ -85,7 +105,9 @@ def charts(run: RunFolder) -> str:
 def other_charts(run: RunFolder) -> str:
     """A small chart of every metric that has none of its own."""
     shown = {name for curve in CURVES for name in _matching(run, curve.names)} | set(STEP_TIME)
-    rest = [n for n in run.metric_names() if n not in shown and not n.startswith(("time/", "eval/solve_rate"))]
+    rest = [
+        n for n in run.metric_names() if n not in shown and not n.startswith(("time/", "eval/solve_rate", *BY_TASK))
+    ]
     return "".join(line_chart(name, "", [Series(name, run.series(name))]) for name in sorted(rest) if name != "time_s")
 
 
@@ -101,6 +123,8 @@ def _curve(run: RunFolder, curve: Curve) -> str:
     names = _matching(run, curve.names)
     series = [Series(_short(name, names), run.series(name), smooth=curve.smooth) for name in names[:6]]
     values = [y for s in series for _, y in s.points if y is not None]
+    if curve.if_any and not any(values):
+        return ""
     inside = curve.share and all(0 <= y <= 1 for y in values)
     bounds = SHARES if inside and max(values, default=0) > 0.5 else None
     lost = sum(y is None for s in series for _, y in s.points)

@@ -110,25 +110,6 @@ def outcome_table(run: RunFolder) -> str:
     return "".join(parts)
 
 
-def failure_table(run: RunFolder) -> str:
-    """Failed episodes by outcome and task with an example of the cause; empty without failures."""
-    failed = [e for e in run.episodes if not e.scored and e.outcome != "cancelled"]
-    if not failed:
-        return ""
-    counts = Counter((e.outcome, e.task) for e in failed)
-    example = {(e.outcome, e.task): e.detail for e in failed}
-    rows = "".join(
-        f"<tr><th>{escape(outcome)}</th><td>{escape(task)}</td><td class=num>{n}</td>"
-        f"<td class=cause>{escape(_cut(example[outcome, task] or '', 300))}</td></tr>"
-        for (outcome, task), n in counts.most_common(40)
-    )
-    more = f"<p class=dim>and {len(counts) - 40} more pairs</p>" if len(counts) > 40 else ""
-    head = "<tr><th>failure</th><th>task</th><th class=num>episodes</th><th>latest cause</th></tr>"
-    table = f"<table class=wide><thead>{head}</thead><tbody>{rows}</tbody></table>{more}"
-    shut = f"<details><summary>{len(failed):,} episodes, by kind and task</summary>{table}</details>"
-    return shut if len(counts) > 12 else table
-
-
 def task_table(run: RunFolder) -> str:
     """Solve rate of every held-out task in the first and the last evaluation, biggest change first."""
     rates = task_rates(run)

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, cast
 
-from pipelines.report import curves, episodes, timeline
+from pipelines.report import curves, episodes, outcomes, timeline
 from pipelines.report.run_folder import RunFolder
 from pipelines.wording import Verdict, duration, figure, interval, number, percent, percent_interval, points
 
@@ -37,7 +37,7 @@ def page(run: RunFolder) -> str:
         ("curves", "Curves", _curves(run)),
         ("timeline", "Timeline", _timeline(run)),
         ("tasks", "Held-out tasks", episodes.task_table(run)),
-        ("outcomes", "Outcomes", _outcomes(run)),
+        ("outcomes", "Outcomes", outcomes.outcomes(run)),
         ("episodes", "Episodes", _episodes(how) if shown else ""),
         ("config", "Config", _config(run)),
     ]
@@ -78,7 +78,7 @@ def _summary(run: RunFolder, name: str) -> str:
     head = f"<h1>{escape(name)} {badge}</h1><p class=dim>{told}</p>"
     verdict = Verdict.of(metrics)
     judged = f'<p class="verdict {verdict.kind}">{_words(verdict.sentence())}</p>' if metrics else ""
-    return f"<header>{head}{_error(run)}{judged}{_before_after(metrics)}{_tiles(run)}</header>"
+    return f"<header>{head}{outcomes.resumed(run)}{_error(run)}{judged}{_before_after(metrics)}{_tiles(run)}</header>"
 
 
 def _words(text: str) -> str:
@@ -167,14 +167,6 @@ def _timeline(run: RunFolder) -> str:
         "drag to move, double-click for all, click a bar to read it if it is among the episodes below</small>"
         f'</figcaption><canvas id="bars"></canvas><div class="legend">{legend}</div></figure>'
     )
-
-
-def _outcomes(run: RunFolder) -> str:
-    if not run.episodes:
-        return ""
-    failures = episodes.failure_table(run)
-    told = f"<h3>Failures of infrastructure</h3>{failures}" if failures else "<p class=dim>No episode failed.</p>"
-    return f'<div class="side-by-side">{episodes.outcome_table(run)}</div>{told}'
 
 
 def _episodes(how: str) -> str:

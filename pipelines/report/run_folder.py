@@ -10,6 +10,9 @@ from typing import Any, cast
 
 import pyarrow.parquet as pq  # pyright: ignore[reportMissingTypeStubs]
 
+from pipelines.ledger.reading import LEDGER_FILE, LedgerUnreadable, opened
+from pipelines.ledger.summary import Summary
+
 parquet: Any = pq
 """Untyped: pyarrow comes without type stubs."""
 
@@ -61,7 +64,8 @@ COLUMNS = [f.name for f in fields(Episode) if f.name not in ("part", "index")]
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A run as its folder tells it. `metrics` maps step to figures, None where a value was not finite.
+    """A run as its folder tells it. `metrics` maps step to figures, None where a value was not finite. `ledger` is
+    None if there is none that can be read.
 
     `notes` says in one line each what could not be read.
     """
@@ -74,6 +78,7 @@ class RunFolder:
     plan: str
     log_tail: str
     notes: Sequence[str]
+    ledger: Summary | None = None
 
     @classmethod
     def read(cls, path: str | Path) -> RunFolder:
@@ -91,6 +96,7 @@ class RunFolder:
             plan=_read_text(path / "plan.txt"),
             log_tail=_read_text(path / "log.txt")[-8000:],
             notes=notes,
+            ledger=_read_ledger(path, notes),
         )
 
     def series(self, name: str) -> list[tuple[float, float | None]]:
@@ -120,6 +126,17 @@ class RunFolder:
 
 def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _read_ledger(path: Path, notes: list[str]) -> Summary | None:
+    if not (path / LEDGER_FILE).is_file():
+        return None
+    try:
+        with opened(path) as ledger:
+            return Summary.of(ledger)
+    except LedgerUnreadable as error:
+        notes.append(str(error))
+        return None
 
 
 def _read_result(path: Path, notes: list[str]) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,3 +84,24 @@ def test_a_stage_that_is_killed_ends_the_run_with_its_name(tmp_path: Path):
     assert alive(processes) == set()
     assert json.loads((tmp_path / "result.json").read_text())["error"].startswith("stage 'source' died: ")
     assert "(raylet)" not in (tmp_path / "terminal").read_text()
+
+
+def test_a_stage_that_is_stopped_in_its_tracks_ends_the_run_with_its_name_and_what_the_kernel_says(tmp_path: Path):
+    with running(tmp_path, "waits") as program:
+        wait_for(lambda: is_up(tmp_path), "start")
+        processes = descendants(program.pid)
+        started = next(line for line in (tmp_path / "diary").read_text().splitlines() if "source start" in line)
+        pid, child = map(int, started.split()[2:])
+        begin = time.monotonic()
+        os.kill(pid, signal.SIGSTOP)
+        assert program.wait(DEADLINE_S) == 1
+    assert time.monotonic() - begin < 45
+    assert alive(processes) == set(), "a stopped process is ended too, and its children"
+    result = json.loads((tmp_path / "result.json").read_text())
+    start = "stage 'source' did not answer for 3 s; stacks in "
+    assert result["error"].startswith(start)
+    text = Path(result["error"].removeprefix(start).split(" and ")[0]).read_text()
+    assert f"stage 'source', process {pid}, seen from outside" in text
+    assert "state T (stopped)" in text
+    assert f"  {child} of {pid}, S: " in text
+    assert "in Worker.run" in (tmp_path / "stacks/worker-1.txt").read_text()

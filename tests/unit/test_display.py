@@ -77,7 +77,7 @@ def test_the_panel_shows_every_figure_that_the_stages_gave() -> None:
     board.status("trainer", trainer(61, reward=0.689))
     ends = [{"solve_rate": 0.41, "ci95": [0.33, 0.49], "version": 0}, {"solve_rate": 0.72, "ci95": [0.64, 0.79]}]
     board.status("eval", {"running": 0, "history": ends})
-    board.status("rollout", {"running": 64, "scored": 3904, "failed": 2, "discarded": 8})
+    board.status("rollout", {"running": 64, "scored": 3904, "failed": 2, "stale": 8, "waits_for_groups": 3})
     board.status("fleet", {"tokens_per_s": 1834.2})
     board.status("sandboxes", {"size": 32, "in_use": 29})
     board.note("publish 61 in 0.08 s")
@@ -87,7 +87,7 @@ def test_the_panel_shows_every_figure_that_the_stages_gave() -> None:
         "step 61 / 100",
         "41 % [33, 49] -> 72 % [64, 79] +31",
         "0.689",
-        "64 running, 3,904 scored, 2 failed, 8 dropped",
+        "64 running, 3,904 scored, 2 failed, 8 groups too old; waits for 3 protected groups",
         "KL to rollout 0.0021",
         "staleness 1.5   (max 3)",
         "tokens/s 1,834",
@@ -164,6 +164,27 @@ def test_plain_lines_are_paced_and_the_last_step_is_always_shown() -> None:
     assert 4 <= len(steps) <= 8
 
 
+def test_plain_lines_tell_of_failures_stale_groups_and_what_batches_wait_for() -> None:
+    out = io.StringIO()
+    display = PlainDisplay(board_at(Clock()), out)
+    display.status("rollout", {"failed": 2, "stale": 8, "waits_for_groups": 0})
+    display.status("trainer", trainer(100))
+    assert "failed 2  groups too old 8" in out.getvalue()
+    assert "waits for" not in out.getvalue()
+    display = PlainDisplay(board_at(Clock()), out)
+    display.status("rollout", {"failed": 0, "stale": 0, "waits_for_groups": 3})
+    display.status("trainer", trainer(100))
+    assert "waits for 3 protected groups" in out.getvalue().splitlines()[1]
+
+
+def test_a_run_that_goes_on_from_another_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plan = plan_of(*STAGES)
+    for resume, told in ((None, False), ("runs/a/checkpoints/step-000020", True)):
+        with make_display(Plan(plan.stages, plan.driver, {**plan.config, "resume": resume}), tmp_path, 100):
+            pass
+        assert (" - goes on from runs/a/checkpoints/step-000020" in capsys.readouterr().out) == told
+
+
 def test_plain_lines_tell_of_stages_evaluations_and_notes_once() -> None:
     out = io.StringIO()
     display = PlainDisplay(board_at(Clock()), out)
@@ -226,8 +247,9 @@ def test_a_reader_who_goes_away_ends_the_lines_and_not_the_run(tmp_path: Path) -
     process = subprocess.Popen([sys.executable, "-c", program(ending)], stdout=writer, stderr=subprocess.PIPE, env=ENV)
     os.close(writer)
     seen = b""
-    while b"a printed line" not in seen:
-        assert (part := os.read(reader, 4096)), seen
+    while b"a printed line\n" not in seen:
+        part = os.read(reader, 4096)
+        assert part, seen
         seen += part
     os.close(reader)
     _, errors = process.communicate(timeout=60)

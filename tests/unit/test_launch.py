@@ -1,22 +1,27 @@
 """The launcher on a real Ray, with the small stages. Each run takes some seconds."""
 
 import os
+import re
 import time
 from pathlib import Path
+from typing import Any
 
 from notes import Notes
-from small_run import small_plan
+from small_run import ALLOWED, small_config
 
-from pipelines.launch import Failure, launch
+from pipelines.host import Failure
+from pipelines.launch import launch
+from pipelines.plan import make_plan
 from pipelines.processes import Offspring
 from pipelines.stage import StageError
 from pipelines.supervise import Ending
 
 
-def launched(tmp_path: Path, mode: str) -> tuple[Ending, Notes]:
+def launched(tmp_path: Path, mode: str, **changes: Any) -> tuple[Ending, Notes]:
     """Run the small plan, and check what holds after every run: no process and no session folder is left."""
     before, offspring, notes = sessions(), Offspring(), Notes()
-    ending = launch(small_plan(tmp_path, mode), tmp_path, notes)
+    plan = make_plan({**small_config(tmp_path, mode), **changes}, allowed=ALLOWED)
+    ending = launch(plan, tmp_path, notes)
     assert offspring.alive() == {}
     assert sessions() == before
     return ending, notes
@@ -56,10 +61,57 @@ def test_a_stage_that_dies_fails_the_run_with_its_name_and_its_needs_are_stopped
     assert (tmp_path / "diary").read_text().splitlines()[-1] == "source stop"
 
 
-def test_a_stage_that_does_not_answer_fails_the_run_and_is_ended_by_force(tmp_path: Path):
+def stacks_named(ending: Ending) -> str:
+    """What is in the files that the ending's error names; it names some."""
+    names = re.findall(r"(/\S+\.txt)", ending.error or "")
+    assert names, ending.error
+    return "\n".join(Path(name).read_text() for name in names)
+
+
+def test_a_stage_that_blocks_its_loop_fails_the_run_by_name_with_the_place_and_is_ended_by_force(tmp_path: Path):
     ending, _ = launched(tmp_path, "blocks")
-    assert ending.error == "stage 'worker' did not answer for 3 s"
-    assert "stage 'worker' did not stop within 5 s" in ending.warnings
+    assert (ending.error or "").startswith("stage 'worker' did not answer for 3 s; stacks in ")
+    text = stacks_named(ending)
+    assert "in sleeps_in_the_loop" in text
+    assert "the event loop has not turned for" in text
+    assert "seen from outside" in text
+    assert (tmp_path / "stacks/source-1.txt").exists(), "who waited for whom: all stages say where they stand"
+    assert ending.warnings == ["stage 'worker' did not stop within 5 s"]
+
+
+def test_a_stage_whose_native_code_keeps_the_lock_of_python_still_says_where(tmp_path: Path):
+    ending, _ = launched(tmp_path, "holds the lock")
+    assert (ending.error or "").startswith("stage 'worker' did not answer for 3 s; stacks in ")
+    assert "in holds_the_lock" in stacks_named(ending)
+    assert ending.warnings == ["stage 'worker' did not stop within 5 s"]
+
+
+def test_a_deadline_inside_a_stage_leaves_the_place_and_the_tasks(tmp_path: Path):
+    ending, _ = launched(tmp_path, "late")
+    start = "stage 'worker': TimeoutError: worker.patience_s: 1; the event did not come; stacks in "
+    assert (ending.error or "").startswith(start)
+    text = stacks_named(ending)
+    assert "in ends_by_a_deadline" in text
+    assert "await asyncio.Event().wait()" in text
+    assert "in Source.wait" in (tmp_path / "stacks/source-1.txt").read_text()
+    assert ending.warnings == []
+
+
+def test_a_start_that_never_ends_says_what_it_awaits(tmp_path: Path):
+    config = small_config(tmp_path, "start hangs")
+    config["stages"]["worker"]["start_timeout_s"] = 8.0
+    ending, _ = launched(tmp_path, "start hangs", stages=config["stages"])
+    assert (ending.error or "").startswith("stage 'worker' did not start within 8 s; raise stages.worker")
+    assert "in Worker.start" in stacks_named(ending)
+
+
+def test_a_fault_acts_in_the_stage_that_it_names_and_a_healthy_run_leaves_no_stacks(tmp_path: Path):
+    fault = {"_target_": "tests.small_stages.Limp", "step": -2.0}
+    ending, notes = launched(tmp_path, "work", faults=fault)
+    assert (ending.status, ending.metrics["total"]) == ("success", -6.0)
+    assert "a fault acts on purpose in stage 'source': Limp (step -2.0)" in notes.lines
+    assert "source pipelines.host: a fault acts here on purpose" in (tmp_path / "log.txt").read_text()
+    assert not (tmp_path / "stacks").exists()
 
 
 def test_an_exception_that_cannot_be_pickled_arrives_as_a_stage_error():

@@ -134,7 +134,7 @@ def test_json_says_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_resume_shows_what_waits_to_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_run(tmp_path / "old").close()
-    ledger, _ = Ledger.resume([tmp_path / "old/ledger.sqlite"], tmp_path / "new/ledger.sqlite", 1)
+    ledger, _ = Ledger.resume([tmp_path / "old/ledger.sqlite"], tmp_path / "new/ledger.sqlite", 2)
     text = told(capsys, tmp_path / "new")
     assert text.count("waits to run again after a resume") == 2
     assert check(tmp_path / "new") == []
@@ -147,6 +147,7 @@ def test_equal_causes_are_one_kind_whatever_ids_and_numbers_they_carry() -> None
     a = kind_of("count-07: lease run-481/17 of 0f9c2e1a-77aa-4b1c-9d3e-5b6f7a8c9d0e broke\nmore", "count-07")
     assert a == kind_of("count-12: lease run-90/3 of 12ab34cd-0000-1111-2222-333344445555 broke", "count-12")
     assert a == "TASK: lease run-#/# of # broke"
+    assert kind_of("request g3.1.0/2: HTTP 500 after 3.5 s") == "request #/#: HTTP 500 after # s"
     assert kind_of("feedback was decadent") == "feedback was decadent"
     assert kind_of("\n  \n\x1b[31mred\x1b[0m ") == "red"
     assert kind_of("") == "no cause was recorded"

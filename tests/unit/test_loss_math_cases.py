@@ -19,7 +19,7 @@ from miles_rl.loss import advantages, corrections, policy_terms
 from miles_rl.loss.aggregation import Aggregation, aggregate
 from miles_rl.loss.base import Denominators
 from miles_rl.loss.kl import kl
-from miles_rl.preflight import _support
+from miles_rl.rules.learning import support
 
 Case = dict[str, Any]
 CASES: dict[str, Case] = {
@@ -344,9 +344,9 @@ def _truncated_sampling_biases_every_ratio(inputs: Case, expected: Case) -> None
     weight, _ = corrections.tis_token((trainer - engine).reshape(1, 1), mask, 0.0, 2.0)
     assert same(weight, [[expected["ratio"]]])
     config = {"rollout": {"agent": {"top_p": 0.95, "top_k": -1}}, "loss": {"correction": "tis_token"}}
-    assert [finding["level"] for finding in _support(config)] == ["error"]
+    assert [finding["level"] for finding in support(config)] == ["error"]
     config["rollout"]["agent"]["top_p"] = 1.0
-    assert list(_support(config)) == []
+    assert list(support(config)) == []
 
 
 def token_mean(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -127,6 +127,23 @@ def test_planning_changes_nothing(tmp_path: Path):
             lambda c: c["stages"]["worker"]["resources"].update(nodes=2),
             "stages.worker.resources.nodes: 2; this cluster is one machine; give 1, or choose a larger cluster",
         ),
+        (
+            lambda c: c["cluster"].update(stall_s=2),
+            "cluster.stall_s: 2; give more than 0 and at most half of cluster.heartbeat_timeout_s = 3: stacks are "
+            "written before it ends",
+        ),
+        (
+            lambda c: c.update(faults={"_target_": "tests.small_stages.Limp", "stage": "sauce"}),
+            "faults.stage: sauce; no stage of that name; did you mean 'source'?",
+        ),
+        (
+            lambda c: c.update(faults={"_target_": "tests.small_stages.Limp", "stap": 1}),
+            "faults.stap: 1; Limp takes no 'stap'; did you mean 'step'?",
+        ),
+        (
+            lambda c: c.update(faults={"_target_": "tests.small_stages.NoShape"}),
+            "faults: tests.small_stages.NoShape; 'NoShape' object has no attribute 'stage'",
+        ),
         (lambda c: c.update(steps=0), "steps: 0; must be at least 1"),
         (lambda c: c.update(seed=-1), "seed: -1; must be at least 0"),
         (lambda c: c.update(name="a/b"), "name: a/b; names a folder: use letters, digits, '.', '_' and '-'"),
@@ -139,8 +156,9 @@ def test_planning_changes_nothing(tmp_path: Path):
         ),
         (
             lambda c: c.update(checks=["tests.small_stages.look"]),
-            "checks[0]: tests.small_stages.look; no such name in tests.small_stages; have NoShape, Shape, Source, "
-            "Square, Worker, die_with_parent, find_colour",
+            "checks[0]: tests.small_stages.look; no such name in tests.small_stages; have Limp, NoShape, "
+            "Shape, Source, Square, Worker, die_with_parent, ends_by_a_deadline, find_colour, holds_the_lock, "
+            "sleeps_in_the_loop",
         ),
     ],
 )
@@ -195,3 +213,13 @@ def test_the_text_of_a_plan_names_stages_sizes_what_starts_and_where_outputs_go(
     for part in ("tests.small_stages.Worker", "steps 3", "source: 1 child process", "2 stage processes", "result.json"):
         assert part in text
     assert f"outputs {tmp_path}/" in text
+
+
+def test_a_fault_is_told_in_the_plan_and_none_is_not(tmp_path: Path):
+    config = small_config(tmp_path)
+    assert "on purpose" not in plain(make_plan(config, allowed=ALLOWED))
+    config["faults"] = {"_target_": "tests.small_stages.Limp", "step": -2.0}
+    text = plain(make_plan(config, allowed=ALLOWED))
+    assert "\na fault acts on purpose in stage 'source': Limp (step -2.0)\n" in text
+    config["faults"]["stage"] = ""
+    assert make_plan(config, allowed=ALLOWED).fault == ""

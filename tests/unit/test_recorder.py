@@ -1,9 +1,13 @@
+import asyncio
+import os
+import threading
 from dataclasses import fields
 from pathlib import Path
 
 import duckdb
 import numpy as np
 import pytest
+from program import wait_for
 
 from miles_rl.rollout.recorder import SCHEMA, EpisodeRecord, EpisodeRecorder
 from miles_rl.types import Outcome, StopReason, Turn
@@ -59,6 +63,7 @@ def test_duckdb_reads_episodes_while_the_recorder_is_open(tmp_path: Path) -> Non
     recorder.record(scored())
     assert list(tmp_path.iterdir()) == []
     recorder.record(failed())
+    wait_for(lambda: list(tmp_path.glob("*.parquet")), "the part")
     rows = query(tmp_path, "select kind, task, outcome, stop_reason, reward, num_turns from EPISODES order by kind")
     assert rows == [
         ("eval", "sort-csv-01", "sandbox_failed", "aborted", None, 0),
@@ -69,6 +74,7 @@ def test_duckdb_reads_episodes_while_the_recorder_is_open(tmp_path: Path) -> Non
 def test_tokens_turns_versions_and_timings_come_back_as_they_went_in(tmp_path: Path) -> None:
     recorder = EpisodeRecorder(tmp_path, flush_every=1)
     recorder.record(scored())
+    recorder.close()
     (row,) = query(
         tmp_path,
         "select token_ids, loss_mask, logprobs, versions, turns, timings, oldest_version, newest_version,"
@@ -104,6 +110,7 @@ def test_a_failed_episode_keeps_its_cause_and_has_empty_arrays(tmp_path: Path) -
 def test_rows_wait_no_longer_than_the_flush_interval(tmp_path: Path) -> None:
     recorder = EpisodeRecorder(tmp_path, flush_every=1000, flush_interval_s=0.0)
     recorder.record(scored())
+    wait_for(lambda: list(tmp_path.glob("*.parquet")), "the part")
     assert query(tmp_path, "select count(*) from EPISODES") == [(1,)]
 
 
@@ -119,15 +126,59 @@ def test_two_recorders_share_a_folder_and_leave_only_complete_parts(tmp_path: Pa
     assert all(path.suffix == ".parquet" and path.name.startswith("part-") for path in tmp_path.iterdir())
 
 
-def test_rows_of_a_failed_flush_go_out_with_the_next(tmp_path: Path) -> None:
+def test_rows_of_a_failed_write_wait_in_order_and_its_error_is_raised_once(tmp_path: Path) -> None:
     folder = tmp_path / "episodes"
     recorder = EpisodeRecorder(folder, flush_every=1)
     folder.rmdir()
+    recorder.record(scored("g1-0"))
+    wait_for(lambda: recorder._error, "the failure")
     with pytest.raises(FileNotFoundError):
-        recorder.record(scored("g1-0"))
+        recorder.record(scored("g1-1"))
+    with pytest.raises(FileNotFoundError):
+        recorder.close()
     folder.mkdir()
-    recorder.record(scored("g1-1"))
-    assert query(folder, "select sample_id from EPISODES order by 1") == [("g1-0",), ("g1-1",)]
+    recorder.record(scored("g1-2"))
+    recorder.close()
+    parts = sorted(folder.iterdir())
+    rows = [row for part in parts for row in query(part.parent, f"select sample_id from '{part}'")]
+    assert rows == [("g1-0",), ("g1-1",), ("g1-2",)]
+
+
+async def test_an_event_loop_turns_while_a_slow_disk_takes_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, replace = threading.Event(), os.replace
+
+    def slow(source: Path, target: Path) -> None:
+        assert disk.wait(30)
+        replace(source, target)
+
+    monkeypatch.setattr("miles_rl.rollout.recorder.os.replace", slow)
+    recorder = EpisodeRecorder(tmp_path, flush_every=4)
+    for index in range(12):
+        recorder.record(scored(f"g1-{index:02d}"))
+        await asyncio.sleep(0)
+    assert list(tmp_path.glob("*.parquet")) == []
+    disk.set()
+    await asyncio.to_thread(recorder.close)
+    assert query(tmp_path, "select sample_id from EPISODES order by 1") == [(f"g1-{i:02d}",) for i in range(12)]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_disk_that_hangs_is_told_within_the_deadline_and_no_row_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, replace = threading.Event(), os.replace
+    monkeypatch.setattr("miles_rl.rollout.recorder.os.replace", lambda *paths: disk.wait(30) and replace(*paths))
+    recorder = EpisodeRecorder(tmp_path, flush_every=1, write_timeout_s=0.1)
+    recorder.record(scored("g1-0"))
+    for late in (recorder.close, lambda: recorder.record(scored("g1-1"))):
+        with pytest.raises(TimeoutError, match=r"writing episodes did not end within 0.1 s, \d wait; see whether"):
+            late()
+    disk.set()
+    wait_for(lambda: not recorder._writing, "the write")
+    recorder.close()
+    assert query(tmp_path, "select sample_id from EPISODES order by 1") == [("g1-0",), ("g1-1",)]
 
 
 def test_text_that_is_not_valid_unicode_is_kept_readable(tmp_path: Path) -> None:
@@ -143,6 +194,7 @@ def test_text_that_is_not_valid_unicode_is_kept_readable(tmp_path: Path) -> None
     )
     recorder = EpisodeRecorder(tmp_path, flush_every=1)
     recorder.record(record)
+    recorder.close()
     assert query(tmp_path, "select turns[1].text, turns[1].observation from EPISODES") == [("bad ? text", "nul \x00")]
 
 

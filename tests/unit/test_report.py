@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from makers import make_trajectory
 
 from miles_rl.metrics import MetricsWriter
+from miles_rl.rollout.groups import Sample
+from miles_rl.rollout.ledger import Ledger
 from miles_rl.rollout.recorder import EpisodeRecord, EpisodeRecorder
 from miles_rl.types import Outcome, StopReason, Turn
 from pipelines.report import write_report
@@ -408,3 +411,68 @@ def test_the_command_writes_reports_anew_and_says_where(tmp_path: Path, capsys: 
     assert main([]) == 2
     assert main(["--help"]) == 0
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+
+
+def ledger_run(run_dir: Path) -> Path:
+    """A run whose ledger has a starving task, two kinds of failures, and samples that never ended."""
+    full_run(run_dir)
+    ledger = Ledger(run_dir / "ledger.sqlite")
+    for group in range(3):
+        task = "slow" if group else "task-1"
+        for index in range(2):
+            ledger.admit(Sample(group, index, 0, task), 0, 2, {})
+            ledger.run(f"g{group}.{index}.0", f"box-{group}-{index}")
+            ledger.score(make_trajectory(f"g{group}.{index}.0", group, task, 0))
+        if group:
+            ledger.drop(group, "stale", {})
+    ledger.train({0: ["g0.0.0", "g0.1.0"]}, 0)
+    for index in range(2):
+        ledger.admit(Sample(3, index, 0, "task-2"), 0, 2, {})
+        ledger.fail(f"g3.{index}.0", Outcome.SANDBOX_FAILED, f"task-2: lease {index} <b>broke</b> after {index}.5 s")
+    ledger.admit(Sample(3, 0, 1, "task-2"), 0, 2, {})
+    ledger.close()
+    return run_dir
+
+
+def test_outcomes_are_told_by_task_stage_and_kind_from_the_ledger(tmp_path: Path) -> None:
+    run_dir = ledger_run(tmp_path / "run")
+    result = json.loads((run_dir / "result.json").read_text())
+    result["resumed_from"] = {"path": "runs/a/checkpoints/step-000004", "version": 4}
+    (run_dir / "result.json").write_text(json.dumps(result))
+    page = report_of(run_dir)
+    text = re.sub(r"\s+", " ", page.text)
+    for words in (
+        "Resumed from version 4, runs/a/checkpoints/step-000004 ; counts go on from there.",
+        "2 attempts failed: 2 by sandbox. They are refilled and never scored.",
+        "sandbox TASK: lease # <b>broke</b> after # s task-2 2 0",
+        "tried 2 times 1",
+        "dropped: too old to train on 2 50 %",
+        "1 samples were not in a final state; python -m pipelines.ledger",
+        "1 of 1 tasks starve : more of their groups were too old to train on than were trained (slow)",
+        "slow 2 0 starves",
+    ):
+        assert words in text
+
+
+def test_counts_by_task_without_a_ledger_come_from_the_metrics_and_are_no_charts(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 4):
+            named = {f"rollout/failed_by_task/task-{n}": float(step) for n in range(80)}
+            stale = {f"async/stale_by_task/task-{n}": float(step) for n in range(3)}
+            totals = {"rollout/failed": 80.0 * step, "rollout/engine_failed": 80.0 * step, "async/stale_groups": 0.0}
+            writer.write(step, {**named, **stale, **totals}, time_s=START_S + step)
+    write_episodes(tmp_path, [episode(1)])
+    page = report_of(tmp_path)
+    assert "failed_by_task" not in page.text
+    assert "Failures of infrastructure" in page.text
+    assert "engine_failed" in page.text
+    assert "groups since the start that no batch could take any more" not in page.text  # none: no chart of zeros
+    assert "3 of 3 tasks starve" in re.sub(r"\s+", " ", page.text)
+
+
+def test_a_damaged_ledger_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+    run_dir = full_run(tmp_path / "run")
+    (run_dir / "ledger.sqlite").write_bytes(b"torn " * 3000)
+    text = report_of(run_dir).text
+    assert "ledger.sqlite: file is not a database" in text
+    assert "sandbox: bwrap ended with 1" in text
