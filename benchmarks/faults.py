@@ -39,6 +39,7 @@ RUN = (
 )
 RUN_TIMEOUT_S = 150.0
 MAX_SILENCE_S = 60.0
+COLUMNS = ("fault", "strikes", "outcome", "after", "longest silence", "failed samples", "resumed", "message", "broken")
 STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) .* fault: (.*)$", re.MULTILINE)
 
 
@@ -111,8 +112,9 @@ def trial(folder: Path, fault: str) -> Trial:
         done.problems.append(f"nothing was heard for {done.silence_s:.0f} s")
     if not strikes and fault not in ("none", "engine_slow"):
         done.problems.append("the fault did not strike")
-    done.problems += scored_failures(run_dir)
-    done.failures = failures(run_dir)
+    if (run_dir / "ledger.sqlite").exists():
+        done.problems += scored_failures(run_dir)
+        done.failures = failures(run_dir)
     if code == 0:
         done.problems += check(run_dir / "ledger.sqlite")
     elif code is not None:

@@ -44,7 +44,7 @@ ray: Any = ray_untyped  # its annotations are incomplete
 
 _TOKEN = secrets.token_hex(32)  # one for this process: Ray caches the first it reads
 _MAX_CALLS = 10_000
-_DUMP_TIMEOUT_S = 3.0
+_DUMP_TIMEOUT_S = 2.0
 _EXIT_GRACE_S = 5.0
 _SHUTDOWN_TIMEOUT_S = 30.0
 _SESSION_PREFIX = "miles-ray-"

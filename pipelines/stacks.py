@@ -65,7 +65,7 @@ class Watch:
 
         A second one within some seconds is the first: what fails in one place is soon told by others too.
         """
-        with self._lock:  # bounded: writing one file
+        with self._lock:
             if self._latest is not None and time.monotonic() - self._latest[0] < _REPEAT_S:
                 return self._latest[1]
             text = "\n".join(self._describe(reason, error))

@@ -24,8 +24,8 @@ from pipelines.stage import StageError, StageTimeout
 RunStatus = Literal["success", "failed", "interrupted"]
 
 _CAUSE_TIMEOUT_S = 5.0
-_DUMP_TIMEOUT_S = 3.0
-_MUTE_STOP_TIMEOUT_S = 5.0
+_DUMP_TIMEOUT_S = 2.0
+_MUTE_STOP_TIMEOUT_S = 2.0
 """A stage that did not even say where it stands is not given more time than this to stop."""
 
 
@@ -113,7 +113,7 @@ class Supervisor:
         for stage in self._plan.stages:
             self._observer.stage(stage.name, "waiting")
         work = asyncio.create_task(self._work())
-        signalled = asyncio.create_task(interrupts.first.wait())
+        signalled = asyncio.create_task(interrupts.first.wait())  # bounded: cancelled when the run ends
         # bounded: a start by its own deadline, a run by the heartbeats
         await asyncio.wait({work, signalled, self._broken}, return_when=asyncio.FIRST_COMPLETED)
         if interrupts.first.is_set():
@@ -130,7 +130,7 @@ class Supervisor:
             with contextlib.suppress(StageError):
                 self._show(self._plan.driver, await self._look(self._plan.driver, _CAUSE_TIMEOUT_S))
         stopping = asyncio.create_task(self._stop_all())
-        forced = asyncio.create_task(interrupts.second.wait())
+        forced = asyncio.create_task(interrupts.second.wait())  # bounded: cancelled when the stop ends
         # bounded: each stage's stop
         await asyncio.wait({stopping, forced}, return_when=asyncio.FIRST_COMPLETED)
         if not stopping.done():
@@ -199,13 +199,14 @@ class Supervisor:
 
     async def _root_cause(self, error: BaseException) -> str:
         """A failing stage makes others fail: of all that are broken now, the first in starting order is to blame."""
-        names = [name for name in self._hosts if name not in self._starting]
+        stuck = _blamed(error) if isinstance(error, StageTimeout) else ""
+        names = [name for name in self._hosts if name not in self._starting and name != stuck]
         looks = [self._look(name, min(_CAUSE_TIMEOUT_S, self._heartbeat_timeout_s)) for name in names]
         found = await asyncio.gather(*looks, return_exceptions=True)  # bounded: each look
         broken = {name: answer for name, answer in zip(names, found, strict=True) if isinstance(answer, StageError)}
-        name, cause = next(iter(broken.items()), (_blamed(error), error))
-        if isinstance(cause, StageTimeout) and name == _blamed(error):
-            cause = error  # the first words about it tell the longer wait
+        broken |= {stuck: cast(StageError, error)} if stuck else {}
+        ordered = [(stage.name, broken[stage.name]) for stage in self._plan.stages if stage.name in broken]
+        name, cause = next(iter(ordered), (_blamed(error), error))
         message = str(cause) if isinstance(cause, StageError) else f"{type(cause).__name__}: {show(cause)}"
         if isinstance(cause, StageTimeout):
             message += await self._write_stacks(name, message)

@@ -23,6 +23,7 @@ from sandbox_env.task import Task
 from sandbox_env.verifier import Verdict, verify
 
 COMPLETION_MARK = "TASK_COMPLETE"
+_LEAST_COMMAND_S = 0.01
 FENCE = re.compile(r"```(?:bash|sh|shell)?[ \t]*\n(.*?)(?:\n[ \t]*)?```", re.DOTALL)
 
 
@@ -52,7 +53,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """Bounds of one episode. The wall clock runs from the moment the sandbox is ready."""
+    """Bounds of one episode. The wall clock runs from the moment the sandbox is ready, and ends a command that runs."""
 
     max_turns: int
     wall_clock_s: float
@@ -124,14 +125,7 @@ async def run_episode(task: Task, sandbox: Sandbox, policy: Policy, limits: Epis
     result = EpisodeResult()
     ready = time.monotonic()
     try:
-        clock = asyncio.timeout(limits.wall_clock_s)
-        try:
-            async with clock:
-                result.stop_reason = await _agent_loop(sandbox, policy, limits, result)
-        except TimeoutError as error:
-            if not clock.expired():
-                raise PolicyError(f"a wait inside the episode ran out: {error}") from error
-            result.stop_reason = StopReason.WALL_CLOCK
+        result.stop_reason = await _agent_loop(sandbox, policy, limits, result)
         result.timings["agent_s"] = time.monotonic() - ready
         verdict = await _score(sandbox, task, result)
         result.outcome, result.reward, result.detail = verdict.outcome, verdict.reward, verdict.detail
@@ -152,9 +146,12 @@ async def _score(sandbox: Sandbox, task: Task, result: EpisodeResult) -> Verdict
 
 
 async def _agent_loop(sandbox: Sandbox, policy: Policy, limits: EpisodeLimits, result: EpisodeResult) -> StopReason:
+    deadline = asyncio.get_running_loop().time() + limits.wall_clock_s
     for _ in range(limits.max_turns):
         started = time.monotonic()
-        reply = await policy.reply(limits.wall_clock_s)
+        reply = await _reply(policy, limits, deadline)
+        if reply is None:
+            return StopReason.WALL_CLOCK
         generate_s = time.monotonic() - started
         if reply.finish != "stop":
             if reply.text:
@@ -164,13 +161,34 @@ async def _agent_loop(sandbox: Sandbox, policy: Policy, limits: EpisodeLimits, r
         observation, exec_s = "", 0.0
         if command is not None:
             started = time.monotonic()
-            ran = await sandbox.exec(command, timeout_s=limits.command_timeout_s)
+            # The clock ends a command as its own time-out does, and never cancels one: a sandbox that does not end it
+            # has failed, and that is no reward.
+            timeout_s = max(_LEAST_COMMAND_S, min(limits.command_timeout_s, _left_s(deadline)))
+            ran = await sandbox.exec(command, timeout_s=timeout_s)
             exec_s = time.monotonic() - started
-            observation = observation_of(ran, limits.observation_chars, limits.command_timeout_s)
+            observation = observation_of(ran, limits.observation_chars, timeout_s)
         result.turns.append(TurnResult(reply.text, command, observation, generate_s, exec_s))
+        if _left_s(deadline) <= 0:
+            return StopReason.WALL_CLOCK
         if complete:
             return StopReason.COMPLETED
         if command is None:
             return StopReason.NO_COMMAND
         policy.observe(observation)
     return StopReason.MAX_TURNS
+
+
+async def _reply(policy: Policy, limits: EpisodeLimits, deadline: float) -> Reply | None:
+    """The next reply, or None if the clock ran out first."""
+    clock = asyncio.timeout_at(deadline)
+    try:
+        async with clock:
+            return await policy.reply(limits.wall_clock_s)
+    except TimeoutError as error:
+        if not clock.expired():
+            raise PolicyError(f"a wait inside the episode ran out: {error}") from error
+        return None
+
+
+def _left_s(deadline: float) -> float:
+    return deadline - asyncio.get_running_loop().time()

@@ -16,9 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sandbox_env.bounded import BoundedSandbox, within
+from sandbox_env.closing import Closer
 from sandbox_env.leased import LeasedSandbox
 from sandbox_env.providers.base import Provider
-from sandbox_env.sandbox import ExecResult, Sandbox, SandboxError
+from sandbox_env.sandbox import ExecResult, SandboxError
 from sandbox_env.task import Task
 
 __all__ = ["LeasedSandbox", "SandboxPool", "TaskSource"]
@@ -39,7 +41,7 @@ class TaskSource(Protocol):
 
 @dataclass(slots=True)
 class _Lease:
-    sandbox: Sandbox
+    sandbox: BoundedSandbox
     task: str
     num_busy: int = 0
     last_used: float = field(default_factory=time.monotonic)
@@ -50,7 +52,9 @@ class SandboxPool:
     """At most `size` sandboxes at once. Every wait has a deadline and every failure is a `SandboxError`.
 
     `run_id`, with this process's number behind it, labels what the provider makes. `lease_timeout_s` is the wait for
-    a lease when the caller names none.
+    a lease when the caller names none; `preflight_timeout_s` is for the provider to come up, and for a first sandbox.
+    The provider is not trusted with time: an operation ends at most `op_grace_s` after the time that it was given,
+    `transfer_timeout_s` for files, and closing a sandbox after `close_timeout_s`.
     """
 
     def __init__(
@@ -62,24 +66,32 @@ class SandboxPool:
         lease_timeout_s: float = 300.0,
         lease_ttl_s: float = 3600.0,
         preflight_timeout_s: float = 120.0,
+        op_grace_s: float = 15.0,
+        transfer_timeout_s: float = 30.0,
+        close_timeout_s: float = 15.0,
         run_id: str = "",
     ) -> None:
         if size < 1:
             raise ValueError(f"sandbox.size: {size}; at least 1")
-        for name, value in (("lease_timeout_s", lease_timeout_s), ("preflight_timeout_s", preflight_timeout_s)):
+        times = {"lease_timeout_s": lease_timeout_s, "lease_ttl_s": lease_ttl_s, "close_timeout_s": close_timeout_s}
+        times |= {"preflight_timeout_s": preflight_timeout_s, "op_grace_s": op_grace_s}
+        times |= {"transfer_timeout_s": transfer_timeout_s}
+        for name, value in times.items():
             if value <= 0:
                 raise ValueError(f"sandbox.{name}: {value}; give more than 0")
         self._data = data
-        self._provider = provider
+        self.provider = provider
         self._size = size
         self._lease_timeout_s = lease_timeout_s
         self._lease_ttl_s = lease_ttl_s
         self._preflight_timeout_s = preflight_timeout_s
+        self._op_grace_s, self._transfer_timeout_s = op_grace_s, transfer_timeout_s
+        self._close_timeout_s = close_timeout_s
         self._run_id = f"{run_id or 'run'}-{os.getpid()}"
         self._slots = asyncio.Semaphore(size)
         self._numbers = itertools.count()
         self._leases: dict[str, _Lease] = {}
-        self._late: set[asyncio.Task[None]] = set()
+        self._closer = Closer(close_timeout_s)
         self._create_ms: deque[float] = deque(maxlen=MAX_LATENCIES)
         self._num_waiting = self._num_created = self._num_closed = self._num_failed = self._num_expired = 0
         self._sweeper: asyncio.Task[None] | None = None
@@ -93,12 +105,13 @@ class SandboxPool:
 
     async def start(self) -> None:
         """Start the provider, check every task, and try one sandbox. Raises what is wrong, with the remedy."""
-        await self._provider.start(self._run_id)
+        work = self.provider.start(self._run_id)
+        await within(work, self._preflight_timeout_s, "the sandbox provider did not start")
         tasks = await self._data.all_tasks()
         errors: list[str] = []
         for task in tasks:
             try:
-                self._provider.check(task)
+                self.provider.check(task)
             except ValueError as error:
                 errors.append(str(error))
         if errors:
@@ -113,20 +126,22 @@ class SandboxPool:
         self._stopped = True
         if self._sweeper is not None:
             self._sweeper.cancel()
-        results = await asyncio.gather(*(self.release(i) for i in list(self._leases)), return_exceptions=True)
-        await asyncio.gather(*self._late, return_exceptions=True)
-        failures = [str(result) for result in results if isinstance(result, BaseException)]
+        leases = [self.release(lease_id) for lease_id in list(self._leases)]
+        results = await asyncio.gather(*leases, return_exceptions=True)  # bounded: each by close_timeout_s
+        await self._closer.settle()
+        failures = {str(result): None for result in results if isinstance(result, BaseException)}
         try:
-            await self._provider.stop()
+            await within(self.provider.stop(), self._close_timeout_s, "the sandbox provider did not stop")
         except SandboxError as error:
-            failures.append(str(error))
+            failures[str(error)] = None
+        failures.update(dict.fromkeys(self._closer.unclosed))
         if failures:
             raise SandboxError("; ".join(failures))
 
     async def status(self) -> dict[str, Any]:
         """Counts so far, and how long making a sandbox took (ms, the latest 1000)."""
         if self._sweeper is not None and self._sweeper.done() and not self._stopped:
-            self._sweeper.result()
+            self._sweeper.result()  # bounded: it is done
         ordered = sorted(self._create_ms)
         return {
             "size": self._size,
@@ -134,8 +149,9 @@ class SandboxPool:
             "num_waiting": self._num_waiting,
             "created": self._num_created,
             "closed": self._num_closed,
-            "failed": self._num_failed,
+            "failed": self._num_failed + self._closer.num_failed,
             "expired": self._num_expired,
+            "unclosed": len(self._closer.unclosed),
             "create_p50_ms": ordered[len(ordered) // 2] if ordered else 0.0,
             "create_p90_ms": ordered[len(ordered) * 9 // 10] if ordered else 0.0,
         }
@@ -188,7 +204,7 @@ class SandboxPool:
             return
         if lease.closing is None:
             lease.closing = asyncio.create_task(self._end(lease_id, lease))
-        await asyncio.shield(lease.closing)
+        await asyncio.shield(lease.closing)  # bounded: by close_timeout_s, in `_end`
 
     async def _preflight(self, task: Task) -> None:
         lease_id = await self.lease(task, self._preflight_timeout_s)
@@ -202,7 +218,7 @@ class SandboxPool:
     async def _fill_slot(self, task: Task, timeout_s: float, deadline: float) -> str:
         """Make a sandbox for a slot that we hold. The slot is given back when there is none, and not before."""
         started = time.monotonic()
-        making = asyncio.ensure_future(self._provider.create(task))
+        making = asyncio.ensure_future(self._make(task))
         try:
             async with asyncio.timeout_at(deadline):
                 sandbox = await asyncio.shield(making)
@@ -211,10 +227,7 @@ class SandboxPool:
                 self._slots.release()
             else:
                 # Given up, but not given back: what is still made, or was made in this moment, is closed first.
-                making.cancel()
-                late = asyncio.create_task(self._close_late(making))
-                self._late.add(late)
-                late.add_done_callback(self._late.discard)
+                self._closer.give_up(making, self._slots.release)
             if not isinstance(error, Exception):
                 raise
             self._num_failed += 1
@@ -224,7 +237,7 @@ class SandboxPool:
                 raise
             raise SandboxError(f"{task.name}: the sandbox could not be made: {error!r}") from error
         if self._stopped:
-            await self._discard(sandbox)
+            await self._closer.discard(sandbox)
             self._slots.release()
             raise SandboxError(f"{task.name}: the pool was stopped")
         self._create_ms.append((time.monotonic() - started) * 1000)
@@ -233,24 +246,13 @@ class SandboxPool:
         self._leases[lease_id] = _Lease(sandbox, task.name)
         return lease_id
 
-    async def _close_late(self, making: asyncio.Future[Sandbox]) -> None:
-        try:
-            await self._discard(await making)
-        except (SandboxError, asyncio.CancelledError) as error:
-            logger.info("a sandbox that nobody waits for was not made: %s", error)
-        finally:
-            self._slots.release()
-
-    async def _discard(self, sandbox: Sandbox) -> None:
-        try:
-            await sandbox.close()
-        except SandboxError as error:
-            self._num_failed += 1
-            logger.error("a sandbox could not be closed: %s", error)
+    async def _make(self, task: Task) -> BoundedSandbox:
+        sandbox = await self.provider.create(task)
+        return BoundedSandbox(sandbox, grace_s=self._op_grace_s, transfer_timeout_s=self._transfer_timeout_s)
 
     async def _end(self, lease_id: str, lease: _Lease) -> None:
         try:
-            await lease.sandbox.close()
+            await self._closer.close(lease.sandbox)
             self._num_closed += 1
         except SandboxError:
             self._num_failed += 1
@@ -288,7 +290,7 @@ class _Use:
     def __init__(self, lease: _Lease) -> None:
         self._lease = lease
 
-    def __enter__(self) -> Sandbox:
+    def __enter__(self) -> BoundedSandbox:
         self._lease.num_busy += 1
         return self._lease.sandbox
 

@@ -102,21 +102,14 @@ def sleeps_in_the_loop() -> None:
     time.sleep(600)
 
 
-def holds_the_lock() -> None:
-    """Native code that keeps Python's lock: no other thread of the process runs."""
-    ctypes.PyDLL(None).sleep(600)
-
-
 async def ends_by_a_deadline(source: Any) -> None:
     """Waits for what does not come, as long as its own deadline allows."""
-    background = asyncio.create_task(source.wait(), name="a wait beside it")
+    beside = asyncio.create_task(source.wait())
     try:
         async with asyncio.timeout(1.0):
             await asyncio.Event().wait()
     except TimeoutError:
-        raise TimeoutError("worker.patience_s: 1; the event did not come") from None
-    finally:
-        background.cancel()
+        raise TimeoutError(f"worker.patience_s: 1; the event did not come, {beside.get_name()} goes on") from None
 
 
 class Worker:
@@ -143,8 +136,6 @@ class Worker:
             os._exit(7)
         if self._mode == "blocks":
             sleeps_in_the_loop()
-        if self._mode == "holds the lock":
-            holds_the_lock()
         if self._mode == "late":
             await ends_by_a_deadline(self._source)
         if self._mode in ("waits", "sick"):

@@ -43,7 +43,7 @@ class Fleet:
             raise ValueError(f"stages.fleet.run.num_replicas: {num_replicas}; give at least 1")
         if pause_mode not in ("in_place", "retract", "abort"):
             raise ValueError(f"stages.fleet.run.pause_mode: {pause_mode}; choose in_place, retract or abort")
-        self._data, self._engine, self._router = data, engine, router
+        self._data, self.engine, self._router = data, engine, router
         self._num_replicas, self._log_dir = num_replicas, log_dir
         self._pause_mode, self._flush_cache = pause_mode, flush_cache
         self._publish_timeout_s, self._status_timeout_s = publish_timeout_s, status_timeout_s
@@ -65,7 +65,7 @@ class Fleet:
         policy = await self._data.initial_policy()
         self._version = int(policy["version"])
         launches = [
-            self._engine.launch(index, policy["model_dir"], self._version, self._log_dir)
+            self.engine.launch(index, policy["model_dir"], self._version, self._log_dir)
             for index in range(self._num_replicas)
         ]
         results = await asyncio.gather(*launches, return_exceptions=True)

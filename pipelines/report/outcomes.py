@@ -149,9 +149,9 @@ def _stale(run: RunFolder) -> str:
     if starving:
         names = ", ".join(escape(task) for task in starving[:5]) + (", ..." if len(starving) > 5 else "")
         warning = (
-            f'<div class="error"><b>{len(starving):,} of {len(stale):,} tasks starve</b>: more of their groups were too '
-            f"old to train on than were trained ({names}). Raise rollout.max_staleness, or lower rollout.protect_after "
-            "so that batches wait for them.</div>"
+            f'<div class="error"><b>{len(starving):,} of {len(stale):,} tasks starve</b>: more of their groups were '
+            f"too old to train on than were trained ({names}). Raise rollout.max_staleness, or lower "
+            "rollout.protect_after so that batches wait for them.</div>"
         )
     table = _table(("task", "groups too old", "groups trained", ""), rows[:MAX_ROWS], numbers=(1, 2))
     table += f"<p class=dim>and {len(rows) - MAX_ROWS:,} more tasks</p>" if len(rows) > MAX_ROWS else ""

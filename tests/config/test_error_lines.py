@@ -141,7 +141,7 @@ def test_the_module_works_from_any_folder_and_plan_only_starts_nothing(tmp_path:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     (run_dir,) = (tmp_path / "runs/minibench").iterdir()
-    assert sorted(path.name for path in run_dir.iterdir()) == ["plan.txt", "resolved.yaml"]
+    assert sorted(path.name for path in run_dir.iterdir()) == ["overrides.json", "plan.txt", "resolved.yaml"]
     assert done.stdout == (run_dir / "plan.txt").read_text()
     assert f"outputs {run_dir}/" in done.stdout
 

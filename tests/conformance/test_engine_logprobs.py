@@ -86,10 +86,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_fast_path_agrees_at_all_lengths_in_one_batch(variant: str, tmp_path: Path) -> None:
+def test_the_fast_path_agrees_at_all_lengths_in_one_batch(variant: str, deterministic: bool, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
     path = write_random_qwen3(tmp_path, **VARIANTS[variant])
-    backend = Qwen3Backend(path)
+    backend = Qwen3Backend(path, deterministic=deterministic)
     core, reference = EngineCore(backend), Reference(path)
     requests = run_to_end(core, work(backend.vocab_size, top_p=0.9, top_k=100))
     check(reference, requests)
@@ -106,16 +108,22 @@ def references(models: dict[str, str]) -> dict[str, Reference]:
     return {name: Reference(path) for name, path in models.items()}
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("batch", [1, 3, 40])
 def test_the_batch_size_does_not_change_the_numbers(
-    batch: int, models: dict[str, str], references: dict[str, Reference]
+    batch: int, deterministic: bool, models: dict[str, str], references: dict[str, Reference]
 ) -> None:
-    core = EngineCore(Qwen3Backend(models["old"]), max_running=batch)
+    torch.set_num_threads(1)
+    core = EngineCore(Qwen3Backend(models["old"], deterministic=deterministic), max_running=batch)
     check(references["old"], run_to_end(core, work(524, LENGTHS[:9])))
 
 
-def test_a_prompt_computed_in_pieces_agrees(models: dict[str, str], references: dict[str, Reference]) -> None:
-    core = EngineCore(Qwen3Backend(models["old"]), max_prefill_tokens=50)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_prompt_computed_in_pieces_agrees(
+    deterministic: bool, models: dict[str, str], references: dict[str, Reference]
+) -> None:
+    torch.set_num_threads(1)
+    core = EngineCore(Qwen3Backend(models["old"], deterministic=deterministic), max_prefill_tokens=50)
     check(references["old"], run_to_end(core, work(524)))
 
 

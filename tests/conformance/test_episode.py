@@ -4,7 +4,7 @@ import asyncio
 import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import pytest
 import pytest_asyncio
@@ -12,7 +12,7 @@ import pytest_asyncio
 from sandbox_env.episode import EpisodeLimits, EpisodeResult, PolicyError, Reply, run_episode
 from sandbox_env.outcome import Outcome, StopReason
 from sandbox_env.providers.local import LocalProvider
-from sandbox_env.sandbox import Sandbox
+from sandbox_env.sandbox import Sandbox, SandboxError
 from sandbox_env.task import Task, load_task
 from sandbox_env.verifier import verify
 
@@ -135,6 +135,31 @@ async def test_the_agents_own_wall_clock_scores_0(world: tuple[Task, Sandbox]) -
     task, sandbox = world
     policy = Script(run("echo yes > answer.txt"), run("sleep 30"))
     result = await run_episode(task, sandbox, policy, EpisodeLimits(3, 1.0, 10.0, 200))
+    assert (result.outcome, result.reward, result.stop_reason) == (Outcome.SCORED, 0.0, StopReason.WALL_CLOCK)
+
+
+class Deaf:
+    """A sandbox whose provider does not end commands."""
+
+    id = "deaf"
+
+    async def exec(self, command, *, timeout_s, cwd=None, env=None):
+        await asyncio.sleep(timeout_s + 0.5)
+        raise SandboxError("deaf: the provider did not end a command")
+
+
+async def test_a_sandbox_that_hangs_over_the_end_of_the_wall_clock_is_no_reward(world: tuple[Task, Sandbox]) -> None:
+    result = await run_episode(world[0], cast(Sandbox, Deaf()), Script(run("true")), EpisodeLimits(3, 0.2, 10.0, 200))
+    assert (result.outcome, result.reward) == (Outcome.SANDBOX_FAILED, None)
+
+
+async def test_a_reply_that_is_not_there_when_the_wall_clock_ends_scores_0(world: tuple[Task, Sandbox]) -> None:
+    class Slow(Script):
+        async def reply(self, timeout_s: float) -> Reply:
+            await asyncio.sleep(60)
+            return await super().reply(timeout_s)
+
+    result = await run_episode(world[0], world[1], Slow(run("true")), EpisodeLimits(3, 0.2, 10.0, 200))
     assert (result.outcome, result.reward, result.stop_reason) == (Outcome.SCORED, 0.0, StopReason.WALL_CLOCK)
 
 

@@ -76,19 +76,12 @@ def test_a_stage_that_blocks_its_loop_fails_the_run_by_name_with_the_place_and_i
     assert "the event loop has not turned for" in text
     assert "seen from outside" in text
     assert (tmp_path / "stacks/source-1.txt").exists(), "who waited for whom: all stages say where they stand"
-    assert ending.warnings == ["stage 'worker' did not stop within 5 s"]
-
-
-def test_a_stage_whose_native_code_keeps_the_lock_of_python_still_says_where(tmp_path: Path):
-    ending, _ = launched(tmp_path, "holds the lock")
-    assert (ending.error or "").startswith("stage 'worker' did not answer for 3 s; stacks in ")
-    assert "in holds_the_lock" in stacks_named(ending)
-    assert ending.warnings == ["stage 'worker' did not stop within 5 s"]
+    assert ending.warnings == ["stage 'worker' did not stop within 2 s"]
 
 
 def test_a_deadline_inside_a_stage_leaves_the_place_and_the_tasks(tmp_path: Path):
     ending, _ = launched(tmp_path, "late")
-    start = "stage 'worker': TimeoutError: worker.patience_s: 1; the event did not come; stacks in "
+    start = "stage 'worker': TimeoutError: worker.patience_s: 1; the event did not come, "
     assert (ending.error or "").startswith(start)
     text = stacks_named(ending)
     assert "in ends_by_a_deadline" in text
@@ -99,9 +92,9 @@ def test_a_deadline_inside_a_stage_leaves_the_place_and_the_tasks(tmp_path: Path
 
 def test_a_start_that_never_ends_says_what_it_awaits(tmp_path: Path):
     config = small_config(tmp_path, "start hangs")
-    config["stages"]["worker"]["start_timeout_s"] = 8.0
+    config["stages"]["worker"]["start_timeout_s"] = 6.0
     ending, _ = launched(tmp_path, "start hangs", stages=config["stages"])
-    assert (ending.error or "").startswith("stage 'worker' did not start within 8 s; raise stages.worker")
+    assert (ending.error or "").startswith("stage 'worker' did not start within 6 s; raise stages.worker")
     assert "in Worker.start" in stacks_named(ending)
 
 

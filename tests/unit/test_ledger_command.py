@@ -16,7 +16,7 @@ from program import wait_for
 
 from miles_rl.rollout.collector import Collector, PlayedSample
 from miles_rl.rollout.groups import Sample
-from miles_rl.rollout.ledger import Ledger
+from miles_rl.rollout.ledger import Ledger, Resumed
 from miles_rl.rollout.ledger_schema import RUN_ENDED, SCHEMA, SampleState
 from miles_rl.rollout.order import TaskOrder
 from miles_rl.rollout.scheduler import FailureLimits, Scheduler
@@ -191,39 +191,76 @@ def test_reading_a_ledger_at_rest_leaves_its_folder_as_it_was(tmp_path: Path) ->
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-async def test_a_run_with_failures_and_stale_groups_passes_the_check_at_every_batch(tmp_path: Path) -> None:
-    version, number = 0, 0
+class Episodes:
+    """Plays samples at the version that `step` says: those of `slow` take long, every seventh fails."""
 
-    async def play(sample: Sample, on_ready: Callable[[str], None]) -> PlayedSample:
-        nonlocal number
-        number += 1
-        mine = number
-        begun = version
+    def __init__(self) -> None:
+        self.step = self.number = 0
+
+    async def __call__(self, sample: Sample, on_ready: Callable[[str], None]) -> PlayedSample:
+        self.number += 1
+        mine, begun = self.number, self.step
         on_ready(f"box-{mine}")
         await asyncio.sleep(0.02 if sample.task == "slow" else 0.001)
         if mine % 7 == 0:
             return PlayedSample(Outcome.ENGINE_FAILED, detail=f"engine {mine}: 500")
         return PlayedSample(Outcome.SCORED, make_trajectory(sample.sample_id, sample.group_id, sample.task, begun))
 
+
+def collector(ledger: Ledger, play: Episodes, resumed: Resumed | None = None, version: int = 0) -> Collector:
+    resumed = resumed or Resumed()
     scheduler = Scheduler(
-        TaskOrder(["a", "b", "c", "slow"], 0),
+        TaskOrder(["a", "b", "c", "slow"], 0, **resumed.cursor),
         num_groups=2,
         group_size=3,
         max_staleness=1,
         concurrency=12,
         limits=FailureLimits(50, 500),
+        version=version,
+        groups=resumed.groups,
+        next_group_id=resumed.next_group_id,
     )
-    ledger = Ledger(tmp_path / "ledger.sqlite")
-    collector = Collector(scheduler, ledger, play, batch_timeout_s=10.0, stop_timeout_s=5.0)
-    collector.start()
-    for step in range(30):
-        await collector.next_batch()
-        assert check(tmp_path) == []
-        version = step + 1
-        collector.published(version)
-    await collector.finish()
+    return Collector(scheduler, ledger, play, batch_timeout_s=10.0, stop_timeout_s=5.0)
+
+
+async def train(run: Collector, play: Episodes, until: int, folder: Path) -> None:
+    while play.step < until:
+        await run.next_batch()
+        assert check(folder) == []
+        play.step += 1
+        run.published(play.step)
+
+
+async def test_a_run_with_failures_and_stale_groups_passes_the_check_at_every_batch(tmp_path: Path) -> None:
+    ledger, play = Ledger(tmp_path / "ledger.sqlite"), Episodes()
+    run = collector(ledger, play)
+    run.start()
+    await train(run, play, 30, tmp_path)
+    await run.finish()
     ledger.close()
     assert check(tmp_path) == []
+
+
+async def test_a_resumed_run_passes_the_check_wherever_the_first_one_was_left(tmp_path: Path) -> None:
+    for left in range(5, 11):
+        first, second = tmp_path / f"first-{left}", tmp_path / f"second-{left}"
+        ledger, play = Ledger(first / "ledger.sqlite"), Episodes()
+        run = collector(ledger, play)
+        run.start()
+        await train(run, play, 5, first)
+        ledger.committed(5, [])
+        await train(run, play, left, first)
+        assert check(first) == []
+        ledger, resumed = Ledger.resume([first / "ledger.sqlite"], second / "ledger.sqlite", 5)
+        assert check(second) == []
+        await run.finish()
+        play.step = 5
+        run = collector(ledger, play, resumed, 5)
+        run.start()
+        await train(run, play, 12, second)
+        await run.finish()
+        ledger.close()
+        assert check(second) == []
 
 
 @pytest.mark.parametrize(

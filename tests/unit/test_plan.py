@@ -157,7 +157,7 @@ def test_planning_changes_nothing(tmp_path: Path):
         (
             lambda c: c.update(checks=["tests.small_stages.look"]),
             "checks[0]: tests.small_stages.look; no such name in tests.small_stages; have Limp, NoShape, "
-            "Shape, Source, Square, Worker, die_with_parent, ends_by_a_deadline, find_colour, holds_the_lock, "
+            "Shape, Source, Square, Worker, die_with_parent, ends_by_a_deadline, find_colour, "
             "sleeps_in_the_loop",
         ),
     ],

@@ -27,6 +27,7 @@ class FaultyProvider:
         self.most_live = 0
         self.stopped = False
         self.ignores_cancel = False
+        self.hangs = ""
         self._numbers = itertools.count()
 
     async def start(self, run_id):
@@ -51,7 +52,14 @@ class FaultyProvider:
         return sandbox
 
     async def stop(self):
+        await self.hang("stop")
         self.stopped = True
+
+    async def hang(self, operation):
+        """For ever, and deaf to cancellation, in the operation that the test names."""
+        while self.hangs == operation:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
 
 
 class EmptySandbox:
@@ -61,16 +69,19 @@ class EmptySandbox:
     async def exec(self, command, *, timeout_s, cwd=None, env=None):
         if command == "hang":
             await asyncio.sleep(timeout_s)
+        await self._provider.hang("exec")
         return ExecResult(0, "ready\n")
 
     async def upload(self, archive, target):
-        pass
+        await self._provider.hang("upload")
 
     async def download(self, path, *, max_bytes):
+        await self._provider.hang("download")
         return b""
 
     async def close(self):
         await asyncio.sleep(0)
+        await self._provider.hang("close")
         if self._provider.close_error:
             raise self._provider.close_error
         self._provider.live.discard(self.id)
@@ -96,10 +107,12 @@ def provider():
 
 @pytest.fixture
 async def pool(task, provider):
-    pool = SandboxPool(Tasks(task), provider, 2, lease_timeout_s=5.0, run_id="test")
+    times = {"op_grace_s": 0.1, "transfer_timeout_s": 0.1, "close_timeout_s": 0.4}
+    pool = SandboxPool(Tasks(task), provider, 2, lease_timeout_s=5.0, run_id="test", **times)
     await pool.start()
     yield pool
     provider.gate.set()
+    provider.hangs = ""
     provider.close_error = None
     await pool.stop()
     assert provider.live == set()
@@ -293,3 +306,68 @@ async def test_stop_works_when_start_failed(task, provider):
         await pool.start()
     await pool.stop()
     assert provider.stopped
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments", "late"),
+    [
+        ("exec", ("true", 0.1), r"s1: the provider did not end a command within 0\.2 s"),
+        ("upload", (b"abc", "/"), r"s1: the provider did not take 3 bytes within 0\.2 s"),
+        ("download", ("/a", 10), r"s1: the provider did not give /a within 0\.2 s"),
+    ],
+)
+async def test_a_provider_that_hangs_is_a_sandbox_error_in_time(pool, provider, task, operation, arguments, late):
+    lease_id = await pool.lease(task, 1)
+    provider.hangs = operation
+    async with asyncio.timeout(5):
+        with pytest.raises(SandboxError, match=late):
+            await getattr(pool, operation)(lease_id, *arguments)
+        await pool.release(lease_id)
+    assert provider.live == set()
+
+
+async def test_a_sandbox_that_does_not_close_in_time_is_told_until_it_does(pool, provider, task):
+    lease_id = await pool.lease(task, 1)
+    provider.hangs = "close"
+    async with asyncio.timeout(5):
+        with pytest.raises(SandboxError, match=r"s1: not closed within 0\.4 s"):
+            await pool.release(lease_id)
+    status = await pool.status()
+    assert (status["unclosed"], status["in_use"]) == (1, 0)
+    provider.hangs = ""
+    await until(lambda: not provider.live)
+    assert (await pool.status())["unclosed"] == 0
+
+
+async def test_stop_names_what_did_not_close_and_a_provider_that_did_not_stop(task, provider):
+    pool = SandboxPool(Tasks(task), provider, 2, close_timeout_s=0.1)
+    await pool.start()
+    await pool.lease(task, 1)
+    provider.hangs = "close"
+    async with asyncio.timeout(5):
+        with pytest.raises(SandboxError, match=r"^s1: not closed within 0\.1 s$"):
+            await pool.stop()
+        provider.hangs = "stop"
+        with pytest.raises(SandboxError, match=r"^the sandbox provider did not stop within 0\.1 s"):
+            await pool.stop()
+    provider.hangs = ""
+
+
+async def test_a_sandbox_that_is_made_for_ever_gives_its_slot_back(pool, provider, task):
+    provider.gate.clear()
+    provider.ignores_cancel = True
+    for _ in range(2):
+        with pytest.raises(SandboxError, match="not ready within"):
+            await pool.lease(task, 0.05)
+    await until(lambda: len(pool._closer.unclosed) == 2)
+    provider.ignores_cancel = False
+    provider.gate.set()
+    await until(lambda: not provider.live and not pool._closer.unclosed)
+    for lease_id in [await pool.lease(task, 1) for _ in range(2)]:
+        await pool.release(lease_id)
+
+
+async def test_each_time_must_be_above_0(provider):
+    for name in ("op_grace_s", "transfer_timeout_s", "close_timeout_s", "lease_ttl_s"):
+        with pytest.raises(ValueError, match=rf"^sandbox\.{name}: 0; give more than 0"):
+            SandboxPool(Tasks(), provider, 1, **{name: 0})

@@ -162,6 +162,9 @@ class Attention:
             queries = F.pad(queries, (0, 0, 0, surplus))
             mask = F.pad(mask, (0, 0, 0, surplus)) if mask.shape[1] > 1 else mask
         weights = torch.softmax(torch.baddbmm(mask, queries, keys), dim=-1)
+        if weights.shape[-1] <= _KEY_BLOCK:
+            output = torch.bmm(weights, values)
+            return output[:, :num_rows] if surplus else output
         output = torch.bmm(weights[:, :, :_KEY_BLOCK], values[:, :_KEY_BLOCK])
         for begin in range(_KEY_BLOCK, weights.shape[-1], _KEY_BLOCK):
             part = slice(begin, begin + _KEY_BLOCK)
