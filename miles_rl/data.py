@@ -31,9 +31,10 @@ class DataPrep:
 
     async def start(self) -> None:
         """Read both splits, refuse an overlap, and make the first policy ready (warm start or checkpoint)."""
+        # bounded: start_timeout_s of the stage
         self._tasks = {use: await asyncio.to_thread(self._suite.tasks, self._dataset[use]) for use in ("train", "eval")}
         self._check_splits()
-        self._initial = await asyncio.to_thread(self._prepare_policy)
+        self._initial = await asyncio.to_thread(self._prepare_policy)  # bounded: start_timeout_s of the stage
         self._progress = ""
 
     async def tasks(self, use: str) -> list[Task]:

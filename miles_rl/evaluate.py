@@ -166,7 +166,7 @@ class Evaluator:
     async def stop(self) -> None:
         """Flush the episodes and close the connections."""
         if hasattr(self, "_recorder"):
-            self._recorder.close()
+            await asyncio.to_thread(self._recorder.close)  # bounded: by the recorder's own deadline
             await self._client.close()
 
     async def _play(self, task: Task, index: int, version: int, retries: Iterator[int]) -> FinishedEpisode:

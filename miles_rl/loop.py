@@ -165,11 +165,11 @@ class TrainingLoop:
 
     async def _publish(self, version: int) -> None:
         folder = self._run_dir / "weights" / f"v{version:06d}"
-        checksum = await asyncio.to_thread(self.trainer.export, str(folder))
+        checksum = await asyncio.to_thread(self.trainer.export, str(folder))  # bounded: step_timeout_s, in `_step`
         await self._fleet.publish(str(folder), version, checksum)
         await self._rollout.published(version)
         for old in sorted(folder.parent.glob("v*"))[:-KEPT_EXPORTS]:
-            await asyncio.to_thread(shutil.rmtree, old)
+            await asyncio.to_thread(shutil.rmtree, old)  # bounded: step_timeout_s, in `_step`
 
     async def _checkpoint(self) -> None:
         """Weights, trainer and ledger into one checkpoint; the ledger hears that it is complete."""
@@ -216,7 +216,7 @@ class TrainingLoop:
         if (error := task.exception()) is not None:
             log.error("evaluation failed: %s", error)
         else:
-            self._log_evaluation(task.result())
+            self._log_evaluation(task.result())  # bounded: it is done
 
     def _log_evaluation(self, evaluation: Evaluation) -> None:
         self._write(evaluation.metrics(), evaluation.version)

@@ -127,10 +127,10 @@ class StageHost:
             await self._cancel_long_calls()
         try:
             work = getattr(self._component, method)(*args, **(kwargs or {}))
-            if method not in ("start", "run"):
-                return await work  # bounded: by the caller, who cancels
-            self._long[method] = asyncio.ensure_future(work)
-            return await self._long[method]  # bounded: start by the caller, run by its heartbeat
+            task = asyncio.create_task(work, name=method)  # a task of ours: through Ray's no stack can be seen
+            if method in ("start", "run"):
+                self._long[method] = task
+            return await task  # bounded: by the caller, who cancels; a run by its heartbeat
         except Exception as error:
             news = method != "status" or str(error) != self._last_status_error
             if isinstance(error, TimeoutError) and self._watch is not None and news:

@@ -195,14 +195,17 @@ def _awaited(task: asyncio.Task[Any]) -> Iterator[str]:
         return
     for _ in range(_MAX_DEPTH):
         frame = next((f for name in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(step, name, None))), None)
-        if frame is None:
-            break
-        code = frame.f_code
-        yield f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_qualname}'
-        if line := linecache.getline(code.co_filename, frame.f_lineno).strip():
-            yield f"    {line}"
+        if frame is not None:
+            code = frame.f_code
+            yield f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_qualname}'
+            if line := linecache.getline(code.co_filename, frame.f_lineno).strip():
+                yield f"    {line}"
+        elif hasattr(step, "cr_await"):
+            yield f"  in {getattr(step, '__qualname__', step)}"  # compiled code has no frame
         awaits = (getattr(step, name, None) for name in ("cr_await", "gi_yieldfrom", "ag_await"))
         step = next((awaited for awaited in awaits if awaited is not None), None)
+        if step is None:
+            break
     if (waited := getattr(task, "_fut_waiter", None)) is not None:
         yield f"  waits for {repr(waited)[:_MAX_WAITED_CHARS]}"
 

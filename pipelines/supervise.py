@@ -204,7 +204,9 @@ class Supervisor:
         looks = [self._look(name, min(_CAUSE_TIMEOUT_S, self._heartbeat_timeout_s)) for name in names]
         found = await asyncio.gather(*looks, return_exceptions=True)  # bounded: each look
         broken = {name: answer for name, answer in zip(names, found, strict=True) if isinstance(answer, StageError)}
-        broken |= {stuck: cast(StageError, error)} if stuck else {}
+        told = _blamed(error)
+        if stuck or isinstance(broken.get(told), StageTimeout):
+            broken[told] = cast(StageError, error)  # it knew more before it fell silent
         ordered = [(stage.name, broken[stage.name]) for stage in self._plan.stages if stage.name in broken]
         name, cause = next(iter(ordered), (_blamed(error), error))
         message = str(cause) if isinstance(cause, StageError) else f"{type(cause).__name__}: {show(cause)}"

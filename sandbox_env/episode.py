@@ -149,10 +149,11 @@ async def _agent_loop(sandbox: Sandbox, policy: Policy, limits: EpisodeLimits, r
     deadline = asyncio.get_running_loop().time() + limits.wall_clock_s
     for _ in range(limits.max_turns):
         started = time.monotonic()
-        reply = await _reply(policy, limits, deadline)
-        if reply is None:
-            return StopReason.WALL_CLOCK
+        reply = await _reply(policy, limits)
         generate_s = time.monotonic() - started
+        if _left_s(deadline) <= 0:
+            result.turns.append(TurnResult(reply.text, None, "", generate_s, 0.0))
+            return StopReason.WALL_CLOCK
         if reply.finish != "stop":
             if reply.text:
                 result.turns.append(TurnResult(reply.text, None, "", generate_s, 0.0))
@@ -178,16 +179,14 @@ async def _agent_loop(sandbox: Sandbox, policy: Policy, limits: EpisodeLimits, r
     return StopReason.MAX_TURNS
 
 
-async def _reply(policy: Policy, limits: EpisodeLimits, deadline: float) -> Reply | None:
-    """The next reply, or None if the clock ran out first."""
-    clock = asyncio.timeout_at(deadline)
+async def _reply(policy: Policy, limits: EpisodeLimits) -> Reply:
+    """The next reply. The episode's clock does not cut it short: one that never comes is a failure of the engine, and
+    only one that came too late is the policy's own.
+    """
     try:
-        async with clock:
-            return await policy.reply(limits.wall_clock_s)
+        return await policy.reply(limits.wall_clock_s)
     except TimeoutError as error:
-        if not clock.expired():
-            raise PolicyError(f"a wait inside the episode ran out: {error}") from error
-        return None
+        raise PolicyError(f"a wait inside the episode ran out: {error}") from error
 
 
 def _left_s(deadline: float) -> float:

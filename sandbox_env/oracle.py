@@ -73,9 +73,10 @@ async def sweep(provider: Provider, tasks: Sequence[Task], num_jobs: int) -> lis
     free = asyncio.Semaphore(num_jobs)
 
     async def bounded(task: Task, agent: Agent) -> Verdict:
-        async with free:
+        async with free:  # bounded: the operations of who holds a place
             return await score(provider, task, agent)
 
+    # bounded: each operation of a sandbox
     verdicts = await asyncio.gather(*(bounded(task, agent) for task in tasks for agent in (solve, do_nothing)))
     return [
         Finding(task.name, oracle, no_op)

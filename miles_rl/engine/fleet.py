@@ -68,7 +68,7 @@ class Fleet:
             self.engine.launch(index, policy["model_dir"], self._version, self._log_dir)
             for index in range(self._num_replicas)
         ]
-        results = await asyncio.gather(*launches, return_exceptions=True)
+        results = await asyncio.gather(*launches, return_exceptions=True)  # bounded: start_timeout_s of the engine
         self._replicas = [result for result in results if not isinstance(result, BaseException)]
         try:
             for result in results:
@@ -96,11 +96,11 @@ class Fleet:
         the continuation, of which `update_s` loading and `verify_s` the checksum. Raises `EngineError` naming the
         replicas that do not have the new weights.
         """
-        async with self._publishing:
+        async with self._publishing:  # bounded: publish_timeout_s of each step of the publish before
             if version <= self._version:
                 raise EngineError(f"publish: version {version} is not above {self._version}, which is in force")
             work = [self._publish_to(index, model_dir, version, checksum) for index in range(len(self._clients))]
-            results = await asyncio.gather(*work, return_exceptions=True)
+            results = await asyncio.gather(*work, return_exceptions=True)  # bounded: publish_timeout_s of each step
             errors = [result for result in results if isinstance(result, BaseException)]
             for error in errors:
                 if not isinstance(error, EngineError):
@@ -115,6 +115,7 @@ class Fleet:
         """Figures of all replicas together. Raises `EngineError` if a process died or a replica does not answer."""
         self._check_alive()
         try:
+            # bounded: status_timeout_s of each question
             figures = await asyncio.gather(*(self._figures(index) for index in range(len(self._clients))))
         except EngineError:
             await self._explain_death()
@@ -136,7 +137,7 @@ class Fleet:
         closing: list[Awaitable[None]] = [client.close() for client in self._clients]
         closing.append(self._router.stop())
         closing += [replica.stop() for replica in self._replicas]
-        results = await asyncio.gather(*closing, return_exceptions=True)
+        results = await asyncio.gather(*closing, return_exceptions=True)  # bounded: the grace of each process
         self._clients, self._replicas = [], []
         for result in results:
             if isinstance(result, BaseException):
@@ -155,7 +156,7 @@ class Fleet:
                 verified = time.monotonic()
             finally:
                 # Also when the caller is cancelled: an engine that stays paused would hang every rollout.
-                await asyncio.shield(asyncio.ensure_future(client.resume()))
+                await asyncio.shield(asyncio.ensure_future(client.resume()))  # bounded: publish_timeout_s of the client
         except EngineError as error:
             await self._explain_death()
             raise EngineError(f"publish of version {version} to {self._name(index)}: {error}") from error

@@ -73,9 +73,13 @@ class ProxiedReplica:
                 return web.json_response({"error": {"message": "injected"}}, status=500)
             await asyncio.sleep(self._delay_s)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_HEADERS}
-        body = await request.read()
+        body = await request.read()  # bounded: the caller, whose deadline closes the connection
         call = self._session.request(request.method, self._inner.url + request.path_qs, data=body, headers=headers)
         async with call as answer:  # bounded: by the caller, whose deadline closes the connection
             return web.Response(
-                body=await answer.read(), status=answer.status, content_type=answer.content_type, charset=answer.charset
+                # bounded: the caller, whose deadline closes the connection
+                body=await answer.read(),
+                status=answer.status,
+                content_type=answer.content_type,
+                charset=answer.charset,
             )

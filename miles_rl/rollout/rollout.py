@@ -164,7 +164,8 @@ class Rollout:
             try:
                 await self._collector.finish()
             finally:
-                self._recorder.close()
+                # bounded: by the recorder's own deadline
+                await asyncio.to_thread(self._recorder.close)
 
     async def stop(self) -> None:
         """Finish, and close the ledger and the connections."""

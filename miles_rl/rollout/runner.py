@@ -123,7 +123,7 @@ class EpisodeRunner:
                 sandbox = LeasedSandbox(self.sandboxes, lease_id)
                 episode.result = await run_episode(task, sandbox, policy, self.agent.limits)
             finally:
-                await asyncio.shield(self._release(lease_id))
+                await asyncio.shield(self._release(lease_id))  # bounded: RELEASE_TIMEOUT_S
         episode.finished_s = time.time()
         self._time(episode)
         return episode

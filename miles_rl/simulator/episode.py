@@ -126,7 +126,7 @@ class StubEpisodes:
 
     async def _lease(self, rng: random.Random, episode: PlayedEpisode) -> None:
         sandbox_s = self._model.sandbox_s.draw(rng)
-        async with self._creating:
+        async with self._creating:  # bounded: the latencies that were drawn
             await asyncio.sleep(sandbox_s)
         episode.lease_s = asyncio.get_running_loop().time() - episode.started_s
         if rng.random() < self._model.sandbox_failure_rate:
@@ -165,7 +165,9 @@ class StubEpisodes:
                 raise _Failed(Outcome.ENGINE_FAILED)
             episode.tokens_after_truncation += num_tokens if truncated else 0
             truncated = num_tokens < wanted
-            self._note(episode, generated.spans, now() - begun, 0.0 if truncated else command_s, generated.cached_tokens)
+            self._note(
+                episode, generated.spans, now() - begun, 0.0 if truncated else command_s, generated.cached_tokens
+            )
             if truncated:  # nothing after a cut is run, so nothing more is generated
                 cut_by_turn = num_tokens == model.turn_tokens
                 episode.stop_reason = StopReason.TURN_TRUNCATED if cut_by_turn else StopReason.SESSION_BUDGET

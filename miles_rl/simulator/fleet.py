@@ -5,25 +5,16 @@ from __future__ import annotations
 import asyncio
 
 from miles_rl.simulator.replica import Generated, Replica, ReplicaModel
+from miles_rl.simulator.routing import make_routing
 from miles_rl.types import WeightVersion
-
-
-class _Sticky:
-    def __init__(self) -> None:
-        self.at: dict[str, int] = {}
-
-    def route(self, key: str, loads: list[int]) -> int:
-        if key not in self.at:
-            self.at[key] = loads.index(min(loads))
-        return self.at[key]
 
 
 class SimulatedFleet:
     """`num_replicas` of `model`, new requests routed by `policy`. Counts what the prefix caches served."""
 
-    def __init__(self, model: ReplicaModel, num_replicas: int, policy: str, seed: int) -> None:
+    def __init__(self, model: ReplicaModel, num_replicas: int, policy: str) -> None:
         self._replicas = [Replica(model) for _ in range(num_replicas)]
-        self._router = _Sticky()
+        self._router = make_routing(policy)
         self.prompt_tokens = self.cached_tokens = 0
 
     @property

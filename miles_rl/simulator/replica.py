@@ -137,7 +137,7 @@ class Replica:
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:
-            await turn
+            await turn  # bounded: the latencies that were drawn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self._leave_place()
@@ -163,7 +163,7 @@ class Replica:
         self._num_decoding += 1
         self._arm()
         try:
-            await done
+            await done  # bounded: the latencies that were drawn
         except asyncio.CancelledError:
             if done.cancelled():  # its entry leaves the heap when it comes up
                 self._advance()

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sqlite3
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,7 +49,7 @@ class Schedule:
     max_failures_in_a_row: int = 32
     batch_timeout_s: float = 600.0
     router_policy: str = "manual"
-    evaluation: EvaluationPlan = EvaluationPlan()
+    evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
     seed: int = 0
 
     @property
@@ -115,9 +116,7 @@ class Simulation:
 class _Run:
     """One simulated run, and what is seen of it."""
 
-    def __init__(
-        self, simulation: Simulation, schedule: Schedule, folder: Path, alone: RolloutAlone | None
-    ) -> None:
+    def __init__(self, simulation: Simulation, schedule: Schedule, folder: Path, alone: RolloutAlone | None) -> None:
         self._simulation, self._schedule, self._alone = simulation, schedule, alone
         self._ledger = Ledger(folder / LEDGER_FILE)
         self._ended: list[PlayedEpisode] = []
@@ -126,7 +125,7 @@ class _Run:
     async def run(self) -> Result:
         loop = asyncio.get_running_loop()
         schedule, simulation = self._schedule, self._simulation
-        fleet = SimulatedFleet(simulation.replica, schedule.num_replicas, schedule.router_policy, schedule.seed)
+        fleet = SimulatedFleet(simulation.replica, schedule.num_replicas, schedule.router_policy)
         episodes = StubEpisodes(simulation.episode, fleet, schedule.seed, self._ended.append)
         scheduler = make_scheduler(schedule)
         collector = Collector(
@@ -141,7 +140,7 @@ class _Run:
         collector.start()
         error = ""
         try:
-            async for step in trainer.steps(schedule.steps):
+            async for step in trainer.steps(schedule.steps):  # bounded: give_up_s of each batch
                 self._steps.append(step)
         except RolloutHalted as halted:
             error = f"halted: {halted}"
@@ -151,10 +150,16 @@ class _Run:
         with contextlib.closing(self._ledger):
             await trainer.stop()
             await collector.finish()
-            fates = self._ledger.fates()
+            dropped = self._dropped()
         return Result.of(
-            schedule, self._steps, self._ended, fates, scheduler, fleet, self._alone, wall_s=wall_s, error=error
+            schedule, self._steps, self._ended, dropped, scheduler, fleet, self._alone, wall_s=wall_s, error=error
         )
+
+    def _dropped(self) -> set[str]:
+        """Samples of groups that were too old to train on."""
+        with contextlib.closing(sqlite3.connect(self._ledger.path)) as ledger:
+            query = "SELECT sample_id FROM samples JOIN groups USING (group_id) WHERE ended = 'stale'"
+            return {sample_id for (sample_id,) in ledger.execute(query)}
 
 
 def make_scheduler(schedule: Schedule) -> Scheduler:

@@ -84,7 +84,7 @@ class StubTrainer:
         """Give up an evaluation that still runs."""
         if self._evaluation is not None:
             self._evaluation.cancel()
-            await asyncio.wait([self._evaluation])
+            await asyncio.wait([self._evaluation])  # bounded: it is cancelled
 
     def _evaluate(self, version: int) -> None:
         if self._evaluation is None or self._evaluation.done():
@@ -94,10 +94,10 @@ class StubTrainer:
         places = asyncio.Semaphore(self._plan.concurrency)
 
         async def play(sample: Sample) -> None:
-            async with places:
+            async with places:  # bounded: the latencies that were drawn
                 await self._episodes.play(sample, lambda sandbox_id: None)
 
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:  # bounded: the latencies that were drawn
             for task in range(self._plan.num_tasks):
                 for index in range(self._plan.num_samples):
                     group.create_task(play(Sample(-version, task * 1000 + index, 0, f"eval-{task}")))

@@ -108,7 +108,7 @@ class LocalProvider:
         # Files live in memory: were they allowed all of it, a full disk would leave none to run the tests with.
         storage_mb = min(task.storage_mb, self._limits.storage_mb, max(1, memory_mb // 2))
         try:
-            async with self._setup_slots:
+            async with self._setup_slots:  # bounded: create_timeout_s of who holds a place
                 box = await self._open(image, workdir=task.workdir, memory_mb=memory_mb, storage_mb=storage_mb)
                 await box.wait_ready(self._create_timeout_s)
             for part in image.parts:
@@ -125,6 +125,7 @@ class LocalProvider:
     async def stop(self) -> None:
         """End every box and the launcher, and verify it. Raises `SandboxError` naming what is left."""
         self._stopped = True
+        # bounded: END_TIMEOUT_S of each
         results = await asyncio.gather(*(box.close() for box in list(self._boxes.values())), return_exceptions=True)
         if self._launcher is not None:
             await self._launcher.stop()
@@ -142,7 +143,7 @@ class LocalProvider:
         return image
 
     async def _running_launcher(self) -> Launcher:
-        async with self._launch_lock:
+        async with self._launch_lock:  # bounded: create_timeout_s of who holds it
             if self._launcher is None or not self._launcher.alive:
                 self._launcher = await start_launcher(self._create_timeout_s)
             return self._launcher

@@ -131,7 +131,7 @@ class CommandRunner:
             if remaining <= 0 or output.total_bytes > self._limits.max_output_mb << 20:
                 why = "time" if remaining <= 0 else "output"
                 kill_new(older)
-                status = os.waitpid(pid, 0)[1]
+                status = os.waitpid(pid, 0)[1]  # bounded: it is killed; the host waits for GRACE_S only
                 break
             ready = self._wait(remaining if self._limits.memory_by_cgroup else min(remaining, MEMORY_CHECK_S))
             if self._channel_fd in ready:

@@ -92,7 +92,7 @@ class Launcher:
         """End the outer sandbox and with it every box, and wait until that is done."""
         self._finish("the launcher was stopped")
         assert self._ended is not None
-        await self._ended
+        await self._ended  # bounded: END_TIMEOUT_S, then by the kill
 
     def _receive(self) -> None:
         while True:

@@ -60,7 +60,7 @@ class LocalSandbox:
 
     async def wait_ready(self, timeout_s: float) -> Mapping[str, Any]:
         """Wait until the box is set up; what it says of itself."""
-        async with self._lock:
+        async with self._lock:  # bounded: the time of the request before
             return (await self._converse(None, 0, timeout_s))[0]
 
     async def exec(
@@ -114,7 +114,7 @@ class LocalSandbox:
         if self._closing is None:
             self._broken = self._broken or "it is closed"
             self._closing = asyncio.create_task(self._close())
-        await asyncio.shield(self._closing)
+        await asyncio.shield(self._closing)  # bounded: END_TIMEOUT_S of the launcher
 
     async def _close(self) -> None:
         await self._launcher.end(self._id)
@@ -128,7 +128,7 @@ class LocalSandbox:
             frame = local_wire.encode(header, payload)
         except local_wire.FrameError as error:
             raise SandboxError(f"{self._id}: {error}") from None
-        async with self._lock:
+        async with self._lock:  # bounded: the time of the request before
             return await self._converse(frame, max_payload_bytes, timeout_s)
 
     async def _converse(
@@ -158,7 +158,7 @@ class LocalSandbox:
     async def _exchange(self, frame: bytes | None, max_payload_bytes: int) -> tuple[dict[str, Any], bytes]:
         loop = asyncio.get_running_loop()
         if frame is not None:
-            await loop.sock_sendall(self._channel, frame)
+            await loop.sock_sendall(self._channel, frame)  # bounded: the time of the request, in `_converse`
         prefix = await self._receive_exactly(local_wire.PREFIX.size)
         header_bytes, payload_bytes = local_wire.decode_prefix(prefix, max_payload_bytes)
         body = await self._receive_exactly(header_bytes + payload_bytes)
@@ -168,6 +168,7 @@ class LocalSandbox:
         loop = asyncio.get_running_loop()
         content = bytearray()
         while len(content) < num_bytes:
+            # bounded: the time of the request, in `_converse`
             part = await loop.sock_recv(self._channel, min(num_bytes - len(content), 1 << 20))
             if not part:
                 raise ConnectionResetError(0, "its first process is gone")

@@ -245,7 +245,7 @@ def test_what_only_the_model_or_the_machine_shows_is_refused_or_left_out(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     narrow = write_random_qwen3(tmp_path / "narrow", dtype="bfloat16")
-    with pytest.raises(WeightsError, match="needs the CPU and float32, not cpu and bfloat16; set engine.determin"):
+    with pytest.raises(WeightsError, match=r"needs the CPU and float32, not cpu and bfloat16; set engine\.determin"):
         Qwen3Backend(narrow, deterministic=True)
     assert not Qwen3Backend(narrow).deterministic
     other = write_random_qwen3(tmp_path / "other", use_sliding_window=True)

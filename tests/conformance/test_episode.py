@@ -153,14 +153,27 @@ async def test_a_sandbox_that_hangs_over_the_end_of_the_wall_clock_is_no_reward(
     assert (result.outcome, result.reward) == (Outcome.SANDBOX_FAILED, None)
 
 
-async def test_a_reply_that_is_not_there_when_the_wall_clock_ends_scores_0(world: tuple[Task, Sandbox]) -> None:
+async def test_a_reply_that_comes_after_the_wall_clock_scores_0_and_is_not_run(world: tuple[Task, Sandbox]) -> None:
     class Slow(Script):
         async def reply(self, timeout_s: float) -> Reply:
-            await asyncio.sleep(60)
+            await asyncio.sleep(0.5)
             return await super().reply(timeout_s)
 
     result = await run_episode(world[0], world[1], Slow(run("true")), EpisodeLimits(3, 0.2, 10.0, 200))
     assert (result.outcome, result.reward, result.stop_reason) == (Outcome.SCORED, 0.0, StopReason.WALL_CLOCK)
+    assert [(turn.text, turn.command) for turn in result.turns] == [(run("true"), None)]
+
+
+async def test_a_reply_that_never_comes_is_the_engine_s_failure_also_over_the_end_of_the_wall_clock(
+    world: tuple[Task, Sandbox],
+) -> None:
+    class Hung(Script):
+        async def reply(self, timeout_s: float) -> Reply:
+            await asyncio.sleep(0.5)
+            raise PolicyError("no answer within 0.5 s")
+
+    result = await run_episode(world[0], world[1], Hung(), EpisodeLimits(3, 0.2, 10.0, 200))
+    assert (result.outcome, result.reward) == (Outcome.ENGINE_FAILED, None)
 
 
 async def test_an_engine_that_fails_is_no_reward(world: tuple[Task, Sandbox]) -> None:

@@ -86,7 +86,8 @@ def test_a_deadline_inside_a_stage_leaves_the_place_and_the_tasks(tmp_path: Path
     text = stacks_named(ending)
     assert "in ends_by_a_deadline" in text
     assert "await asyncio.Event().wait()" in text
-    assert "in Source.wait" in (tmp_path / "stacks/source-1.txt").read_text()
+    other = (tmp_path / "stacks/source-1.txt").read_text()
+    assert "in Source.wait" in other, other
     assert ending.warnings == []
 
 

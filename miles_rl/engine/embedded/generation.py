@@ -21,7 +21,7 @@ def error_response(message: str, status: int = 400) -> web.Response:
 
 async def read_json(http: web.Request) -> Any:
     """The body as JSON; an empty body is `{}`. Raises `RequestError`."""
-    raw = await http.read()
+    raw = await http.read()  # bounded: the caller, whose deadline closes the connection
     try:
         return json.loads(raw) if raw.strip() else {}
     except (ValueError, RecursionError) as error:
@@ -55,7 +55,7 @@ class GenerationHandler:
 
     async def _collect(self, call: GenerateCall, progress: asyncio.Queue[Request]) -> web.Response:
         for _ in call.requests:
-            request = await progress.get()
+            request = await progress.get()  # bounded: the caller, whose deadline closes the connection
             if request.error is not None:
                 return error_response(request.error, 500)
         answers = [answer(request, call, self._core.weight_version) for request in call.requests]
@@ -95,7 +95,7 @@ class GenerationHandler:
 
 
 async def _drain(progress: asyncio.Queue[Request]) -> list[Request]:
-    items = [await progress.get()]
+    items = [await progress.get()]  # bounded: the caller, whose deadline closes the connection
     while not progress.empty():
         items.append(progress.get_nowait())
     return items

@@ -223,8 +223,8 @@ class Qwen3:
         """Logits [N, vocab_size] from hidden states [N, hidden]."""
         count = hidden.shape[0]
         if self.counts is not None and (surplus := self.counts.padded(count) - count):
-            hidden = F.pad(hidden, (0, 0, 0, surplus))
-        return self._product(self._rms_norm(hidden, self.norm), self.head)[:count]
+            return self.logits(F.pad(hidden, (0, 0, 0, surplus)))[:count]
+        return self._product(self._rms_norm(hidden, self.norm), self.head)
 
     def products(self) -> Iterator[Product]:
         """Every projection of a pass, with its bias."""
@@ -235,7 +235,7 @@ class Qwen3:
 
     def _product(self, x: torch.Tensor, projection: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.counts is None or x.shape[0] <= self.counts.most:
-            return multiply(x, (projection, bias))
+            return x @ projection if bias is None else torch.addmm(bias, x, projection)
         return torch.cat([multiply(part, (projection, bias)) for part in x.split(self.counts.most)])
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

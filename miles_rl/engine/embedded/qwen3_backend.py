@@ -119,7 +119,8 @@ class Qwen3Backend:
             self._after_prefill(request, count)
         if len(outputs) + surplus < len(ids):
             hidden = hidden[self._tensor(outputs)]
-        return StepOutput(requests, self._model.logits(hidden)[: len(requests)])
+        logits = self._model.logits(hidden)
+        return StepOutput(requests, logits[: len(requests)] if surplus else logits)
 
     @torch.inference_mode()
     def release(self, request: Request) -> None:

@@ -122,8 +122,9 @@ class EngineServer:
                 self._core.abort(lambda request: True, "Abort because of update_weights_from_disk")
             return self._core.install(staged, version)
 
-        async with self._update_lock:
+        async with self._update_lock:  # bounded: publish_timeout_s of the fleet that asks
             try:
+                # bounded: publish_timeout_s of the fleet that asks
                 staged = await asyncio.to_thread(self._core.backend.stage, model_dir)
             except WeightsError as error:
                 return _outcome(False, f"the old weights stay in force: {error}", num_paused_requests=0)
@@ -151,8 +152,9 @@ class EngineServer:
         action = (await _object(http)).get("action", "checksum")
         if action != "checksum":
             raise RequestError(f"action: {action!r} is not supported by this engine; use checksum")
-        async with self._update_lock:
+        async with self._update_lock:  # bounded: publish_timeout_s of the fleet that asks
             try:
+                # bounded: publish_timeout_s of the fleet that asks
                 digest = await asyncio.to_thread(self._core.backend.checksum)
             except ValueError as error:
                 return _outcome(False, str(error))
@@ -267,7 +269,7 @@ async def serve(server: EngineServer, core: EngineCore, sockets: list[Any], stop
         for bound in sockets:
             await web.SockSite(runner, bound, backlog=1024).start()
             _log.info("listening on %s", json.dumps(bound.getsockname()))
-        await stop.wait()
+        await stop.wait()  # bounded: the life of the fleet, which ends this process
     finally:
-        await asyncio.to_thread(core.stop)
+        await asyncio.to_thread(core.stop)  # bounded: the fleet, which kills this process after a grace
         await runner.cleanup()

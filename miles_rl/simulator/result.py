@@ -1,0 +1,111 @@
+"""What a simulated run came to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from miles_rl.rollout.scheduler import Scheduler
+from miles_rl.simulator.bound import RolloutAlone
+from miles_rl.simulator.episode import PlayedEpisode
+from miles_rl.simulator.fleet import SimulatedFleet
+from miles_rl.simulator.trainer import Step
+from miles_rl.types import Outcome
+
+if TYPE_CHECKING:
+    from miles_rl.simulator.simulation import Schedule
+
+WARM_UP_SHARE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Times in seconds of the simulated clock. `step_s` is a mean without the first fifth of the steps, in which the
+    places fill; `bound_s` is what a step takes at least: the longer of a batch at the rate of rollouts alone, and of
+    training and publishing. `wasted_tokens_ratio` is of tokens in groups that were dropped as too old.
+    """
+
+    steps: int
+    wall_s: float
+    error: str
+    step_s: float
+    bound_s: float
+    rollout_s: float
+    train_s: float
+    samples_per_s: float
+    tokens_per_s: float
+    trainer_idle_ratio: float
+    places_used_ratio: float
+    episode_s_mean: float
+    episode_s_max: float
+    staleness_mean: float
+    staleness_max: int
+    num_turns: int
+    failed_samples: int
+    stale_groups: Mapping[str, int]
+    starving_tasks: Sequence[str]
+    wasted_tokens_ratio: float
+    tokens_after_truncation: int
+    prefix_cache_hit_rate: float
+
+    @property
+    def of_bound(self) -> float:
+        """How close a step comes to its bound; 1 is all that can be had."""
+        return self.bound_s / self.step_s if self.step_s else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, for JSON."""
+        return {**asdict(self), "of_bound": self.of_bound}
+
+    @classmethod
+    def of(
+        cls,
+        schedule: Schedule,
+        steps: Sequence[Step],
+        ended: Sequence[PlayedEpisode],
+        dropped: set[str],
+        scheduler: Scheduler,
+        fleet: SimulatedFleet,
+        alone: RolloutAlone | None,
+        *,
+        wall_s: float,
+        error: str,
+    ) -> Result:
+        """Sum up a run, without its evaluations. `dropped` are the samples that were discarded as too old."""
+        ended = [episode for episode in ended if episode.sample.group_id >= 0]
+        later = steps[int(len(steps) * WARM_UP_SHARE) :] or steps
+        num = max(1, len(later))
+        step_s = sum(step.total_s for step in later) / num
+        train_s = sum(step.train_s + step.publish_s for step in later) / num
+        rollout_s = schedule.batch_size / alone.samples_per_s if alone is not None else 0.0
+        trained = [t for step in later for t in step.batch.trajectories]
+        staleness = [lag for step in later for lag in step.batch.staleness]
+        times = [e.ended_s - e.started_s for e in ended if e.ended_s is not None]
+        tokens = sum(e.num_tokens for e in ended)
+        later_s = max(step_s * num, 1e-9)
+        stale, learned = scheduler.stale_by_task, scheduler.trained_by_task
+        return cls(
+            steps=len(steps),
+            wall_s=wall_s,
+            error=error,
+            step_s=step_s,
+            bound_s=max(rollout_s, train_s),
+            rollout_s=rollout_s,
+            train_s=train_s,
+            samples_per_s=len(trained) / later_s,
+            tokens_per_s=sum(t.timings["num_tokens"] for t in trained) / later_s,
+            trainer_idle_ratio=sum(step.wait_s for step in later) / later_s,
+            places_used_ratio=sum(times) / max(wall_s * schedule.concurrency, 1e-9),
+            episode_s_mean=sum(times) / max(1, len(times)),
+            episode_s_max=max(times, default=0.0),
+            staleness_mean=sum(staleness) / max(1, len(staleness)),
+            staleness_max=max(staleness, default=0),
+            num_turns=sum(len(e.turns) for e in ended),
+            failed_samples=sum(e.outcome not in (Outcome.SCORED, Outcome.CANCELLED) for e in ended),
+            stale_groups=dict(stale),
+            starving_tasks=sorted(task for task, count in stale.items() if count > max(1, learned[task])),
+            wasted_tokens_ratio=sum(e.num_tokens for e in ended if e.sample.sample_id in dropped) / max(1, tokens),
+            tokens_after_truncation=sum(e.tokens_after_truncation for e in ended),
+            prefix_cache_hit_rate=fleet.cached_tokens / max(1, fleet.prompt_tokens),
+        )
