@@ -151,7 +151,7 @@ class Evaluator:
                 for task in self._tasks
                 for i in range(self._num_samples)
             ]
-        episodes = [play.result() for play in plays]
+        episodes = [play.result() for play in plays]  # bounded: they are done
         self._recorder.flush()
         self._last = self._summarise(episodes, version, started)
         return self._last
@@ -171,7 +171,7 @@ class Evaluator:
 
     async def _play(self, task: Task, index: int, version: int, retries: Iterator[int]) -> FinishedEpisode:
         """One episode, played again while infrastructure fails it, the count allows it and `retries` has one left."""
-        async with self._slots:
+        async with self._slots:  # bounded: timeout_s of the evaluation
             self._running += 1
             try:
                 for attempt in range(self._max_attempts):

@@ -131,7 +131,7 @@ class Rollout:
 
     async def save(self, folder: str) -> None:
         """Write the ledger, with all that a resume needs of it, into the folder of a checkpoint."""
-        await asyncio.to_thread(self._ledger.save, Path(folder))
+        await asyncio.to_thread(self._ledger.save, Path(folder))  # bounded: step_timeout_s of the loop that saves
 
     async def committed(self, version: WeightVersion, kept: list[WeightVersion]) -> None:
         """The checkpoint of `version` is complete; those of `kept` are still there."""

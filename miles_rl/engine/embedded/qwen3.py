@@ -235,6 +235,7 @@ class Qwen3:
 
     def _product(self, x: torch.Tensor, projection: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.counts is None or x.shape[0] <= self.counts.most:
+            # `multiply`, without the call: this is most of what a small batch waits for.
             return x @ projection if bias is None else torch.addmm(bias, x, projection)
         return torch.cat([multiply(part, (projection, bias)) for part in x.split(self.counts.most)])
 
