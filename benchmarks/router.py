@@ -59,9 +59,7 @@ class Seen:
 def main() -> int:
     """Print the table; returns the exit code."""
     found: dict[str, Seen] = {}
-    print(
-        "| policy | prefix-cache hit rate | requests, busiest / mean | tokens served, most / mean | mean turn | turns/s |"
-    )
+    print("| policy | prefix-cache hit rate | requests, busiest/mean | tokens, most/mean | mean turn | turns/s |")
     print("|---|---|---|---|---|---|")
     for policy in POLICIES:
         seen = found[policy] = asyncio.run(measure(policy))

@@ -111,7 +111,8 @@ def main() -> None:
         engine = StubEngine(options.cache_tokens, options.prefill_rate, options.token_s, options.token_s_per_request)
         return engine.application()
 
-    web.run_app(make(), sock=listening, print=None, access_log=None, handle_signals=True)
+    # A caller who leaves ends its request, as an engine's abort does.
+    web.run_app(make(), sock=listening, print=None, access_log=None, handler_cancellation=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from miles_rl.engine.client import EngineClient
 from miles_rl.simulator.routing import Manual, RoundRobin, make_routing
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-HELD_TOKENS = 2000
+HELD = {"max_new_tokens": 100_000}
 SHORT_TOKENS = 1
 
 
@@ -46,10 +46,7 @@ async def test_manual_takes_a_least_loaded_replica_for_a_new_session_and_stays_t
         for number in range(40):
             session = f"s{draw.randrange(24)}"
             before = await settled(engines, len(held))
-            sampling = {"max_new_tokens": HELD_TOKENS}
-            held.append(
-                asyncio.create_task(client.generate([1, 2, 3], sampling, rid=f"r{number}", routing_key=session))
-            )
+            held.append(asyncio.create_task(client.generate([1, 2, 3], HELD, rid=f"r{number}", routing_key=session)))
             after = await settled(engines, len(held))
             (real,) = [index for index in range(len(engines)) if after[index] > before[index]]
             if session in at:
