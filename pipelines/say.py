@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TextIO
+from typing import TextIO, cast
 
 
 def say(text: str, out: TextIO | None = None) -> None:
     """Write `text` and a line end to `out` (standard output if None) at once."""
-    out = sys.stdout if out is None else out
+    out = cast(TextIO, sys.stdout) if out is None else out
     try:
         out.write(f"{text}\n")
         out.flush()

@@ -151,12 +151,12 @@ async def _agent_loop(sandbox: Sandbox, policy: Policy, limits: EpisodeLimits, r
         started = time.monotonic()
         reply = await _reply(policy, limits)
         generate_s = time.monotonic() - started
-        if _left_s(deadline) <= 0:
-            result.turns.append(TurnResult(reply.text, None, "", generate_s, 0.0))
-            return StopReason.WALL_CLOCK
-        if reply.finish != "stop":
+        late = _left_s(deadline) <= 0
+        if late or reply.finish != "stop":
             if reply.text:
                 result.turns.append(TurnResult(reply.text, None, "", generate_s, 0.0))
+            if late:
+                return StopReason.WALL_CLOCK
             return StopReason.TURN_TRUNCATED if reply.finish == "length" else StopReason.SESSION_BUDGET
         command, complete = parse_reply(reply.text)
         observation, exec_s = "", 0.0

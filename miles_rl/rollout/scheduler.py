@@ -174,7 +174,7 @@ class Scheduler:
 
     def waits_for(self) -> list[int]:
         """Protected groups without which no batch is taken, and that are not ready."""
-        return [group.group_id for group in self._urgent()[: self._num_groups] if not group.is_ready]
+        return [group.group_id for group in self._urgent() if not group.is_ready]
 
     def published(self, version: WeightVersion) -> None:
         """The engines now run `version`."""
@@ -243,17 +243,23 @@ class Scheduler:
         return [*urgent, *(group for group in self._groups.values() if group.group_id not in first)]
 
     def _urgent(self) -> list[OpenGroup]:
-        """Groups of protected tasks that would be too old for the batch after the next."""
+        """Protected groups that the next batch must hold, or one of them would be too old before it finds room.
+
+        Earliest deadline first: of the groups due up to any later batch, the batches after the next one have room for
+        `num_groups` each, and the next one has to hold the rest.
+        """
         if self._protect_after is None or (self._protect_after > 0 and not self.stale_by_task):
             return []
-        oldest_later = self.consume_version + 1 - self._max_staleness
-        return [
-            group
-            for group in self._groups.values()
-            if self.stale_by_task[group.task] >= self._protect_after
-            and (oldest := group.oldest_possible()) is not None
-            and oldest < oldest_later
-        ]
+        horizon = self.consume_version - self._max_staleness
+        due: list[tuple[int, int]] = []
+        for group in self._groups.values():
+            if self.stale_by_task[group.task] < self._protect_after or (oldest := group.oldest_possible()) is None:
+                continue
+            if oldest >= horizon:
+                due.append((oldest - horizon, group.group_id))
+        due.sort()
+        num_now = max((n - batches * self._num_groups for n, (batches, _) in enumerate(due, 1)), default=0)
+        return [self._groups[group_id] for _, group_id in due[: max(0, min(num_now, self._num_groups))]]
 
     def _admissible(self, rank: int) -> bool:
         return self.consume_version + rank // self._num_groups - self.engine_version <= self._max_staleness

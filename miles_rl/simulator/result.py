@@ -81,7 +81,9 @@ class Result:
         rollout_s = schedule.batch_size / alone.samples_per_s if alone is not None else 0.0
         trained = [t for step in later for t in step.batch.trajectories]
         staleness = [lag for step in later for lag in step.batch.staleness]
-        times = [e.ended_s - e.started_s for e in ended if e.ended_s is not None]
+        places_s = sum(e.ended_s - e.started_s for e in ended if e.ended_s is not None)
+        whole = [e for e in ended if e.outcome is not Outcome.CANCELLED]
+        times = [e.ended_s - e.started_s for e in whole if e.ended_s is not None]
         tokens = sum(e.num_tokens for e in ended)
         later_s = max(step_s * num, 1e-9)
         stale, learned = scheduler.stale_by_task, scheduler.trained_by_task
@@ -96,7 +98,7 @@ class Result:
             samples_per_s=len(trained) / later_s,
             tokens_per_s=sum(t.timings["num_tokens"] for t in trained) / later_s,
             trainer_idle_ratio=sum(step.wait_s for step in later) / later_s,
-            places_used_ratio=sum(times) / max(wall_s * schedule.concurrency, 1e-9),
+            places_used_ratio=places_s / max(wall_s * schedule.concurrency, 1e-9),
             episode_s_mean=sum(times) / max(1, len(times)),
             episode_s_max=max(times, default=0.0),
             staleness_mean=sum(staleness) / max(1, len(staleness)),

@@ -1,0 +1,25 @@
+"""Faults through the real graph: what fails says why, nothing is scored that should not be, and a resume goes on."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults import trial
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("fault", "outcome", "message"),
+    [
+        ("engine_crash", "failed", "stage 'fleet': EngineError: replica 0 "),
+        ("verifier_broken", "failed", "stage 'rollout': RolloutHalted: task "),
+        ("corrupted_update", "failed", "stage 'trainer': EngineError: publish of version 2 to replica 0 "),
+        ("sandbox_create_20", "went on", ""),
+    ],
+)
+def test_a_fault_is_survived_or_told_by_name(tmp_path: Path, fault: str, outcome: str, message: str) -> None:
+    done = trial(tmp_path, fault)
+    assert done.problems == []
+    assert done.num_strikes > 0
+    assert (done.outcome, done.message.startswith(message)) == (outcome, True), done.message
+    assert done.resumed == ("ended well" if outcome == "failed" else "")
