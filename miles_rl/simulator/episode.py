@@ -76,6 +76,11 @@ class PlayedEpisode:
     tokens_after_truncation: int = 0
 
     @property
+    def total_s(self) -> float:
+        """Seconds from admission to the end; 0 while it runs."""
+        return 0.0 if self.ended_s is None else self.ended_s - self.started_s
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that the policy wrote."""
         return sum(tokens for _, tokens in self.spans)

@@ -75,17 +75,15 @@ class Result:
         """Sum up a run, without its evaluations. `dropped` are the samples that were discarded as too old."""
         ended = [episode for episode in ended if episode.sample.group_id >= 0]
         later = steps[int(len(steps) * WARM_UP_SHARE) :] or steps
-        num = max(1, len(later))
-        step_s = sum(step.total_s for step in later) / num
-        train_s = sum(step.train_s + step.publish_s for step in later) / num
+        step_s = sum(step.total_s for step in later) / max(1, len(later))
+        train_s = sum(step.train_s + step.publish_s for step in later) / max(1, len(later))
         rollout_s = schedule.batch_size / alone.samples_per_s if alone is not None else 0.0
         trained = [t for step in later for t in step.batch.trajectories]
         staleness = [lag for step in later for lag in step.batch.staleness]
-        places_s = sum(e.ended_s - e.started_s for e in ended if e.ended_s is not None)
         whole = [e for e in ended if e.outcome is not Outcome.CANCELLED]
-        times = [e.ended_s - e.started_s for e in whole if e.ended_s is not None]
+        times = [e.total_s for e in whole]
         tokens = sum(e.num_tokens for e in ended)
-        later_s = max(step_s * num, 1e-9)
+        later_s = max(step_s * len(later), 1e-9)
         stale, learned = scheduler.stale_by_task, scheduler.trained_by_task
         return cls(
             steps=len(steps),
@@ -98,13 +96,13 @@ class Result:
             samples_per_s=len(trained) / later_s,
             tokens_per_s=sum(t.timings["num_tokens"] for t in trained) / later_s,
             trainer_idle_ratio=sum(step.wait_s for step in later) / later_s,
-            places_used_ratio=places_s / max(wall_s * schedule.concurrency, 1e-9),
+            places_used_ratio=sum(e.total_s for e in ended) / max(wall_s * schedule.concurrency, 1e-9),
             episode_s_mean=sum(times) / max(1, len(times)),
             episode_s_max=max(times, default=0.0),
             staleness_mean=sum(staleness) / max(1, len(staleness)),
             staleness_max=max(staleness, default=0),
             num_turns=sum(len(e.turns) for e in ended),
-            failed_samples=sum(e.outcome not in (Outcome.SCORED, Outcome.CANCELLED) for e in ended),
+            failed_samples=sum(e.outcome is not Outcome.SCORED for e in whole),
             stale_groups=dict(stale),
             starving_tasks=sorted(task for task, count in stale.items() if count > max(1, learned[task])),
             wasted_tokens_ratio=sum(e.num_tokens for e in ended if e.sample.sample_id in dropped) / max(1, tokens),

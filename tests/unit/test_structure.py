@@ -17,7 +17,7 @@ PACKAGES = ("pipelines", "miles_rl", "sandbox_env")
 MAX_MODULE_LINES, MAX_FUNCTION_LINES = 300, 50
 GROUP_OF_FOLDER = {"providers": "sandbox", "suites": "suite"}
 HEAVY = {"torch", "transformers", "sglang", "megatron", "deepspeed", "daytona"}
-CONFIG_GROUPS = {*GROUPS, "pipeline", "experiment"}
+CONFIG_GROUPS = {*GROUPS, "pipeline", "experiment", "simulation"}
 
 
 def sources(*folders: str) -> list[Path]:
@@ -118,7 +118,7 @@ def test_conf_has_the_groups_of_the_schema_and_no_others():
 def test_every_target_in_conf_can_be_loaded(group: str):
     assert option_files(group)
     for path in option_files(group):
-        for target in re.findall(r"_target_:\s*(\S+)", path.read_text()):
+        for target in re.findall(r"_target_:\s*([\w.]+)", path.read_text()):
             assert callable(load(target)), f"{shown(path)}: {target}"
 
 
