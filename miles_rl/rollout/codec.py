@@ -1,4 +1,4 @@
-"""A trajectory as bytes, for the ledger: a JSON header, then the arrays as they lie in memory.
+"""A trajectory as bytes, for the ledger: a checksum, a JSON header, then the arrays as they lie in memory.
 
 Not compressed: it is written once, on the path of every episode, and read only by a resume.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +16,9 @@ import numpy as np
 from miles_rl.types import Outcome, StopReason, Trajectory, Turn
 
 _ARRAYS = {"token_ids": "<i4", "loss_mask": "|b1", "logprobs": "<f4", "versions": "<i4"}
-_LENGTH = struct.Struct("<I")
+_NUMBER = struct.Struct("<I")
+_START = 2 * _NUMBER.size
+"""The checksum of all that follows it, and the length of the JSON header, come first."""
 
 
 def encode(trajectory: Trajectory) -> bytes:
@@ -33,23 +36,26 @@ def encode(trajectory: Trajectory) -> bytes:
     }
     text = json.dumps(header).encode()
     arrays = [np.asarray(getattr(trajectory, name), kind).tobytes() for name, kind in _ARRAYS.items()]
-    return b"".join([_LENGTH.pack(len(text)), text, *arrays])
+    checked = b"".join([_NUMBER.pack(len(text)), text, *arrays])
+    return _NUMBER.pack(zlib.crc32(checked)) + checked
 
 
 def decode(data: bytes) -> Trajectory:
     """What `encode` was given. `ValueError` if the bytes are not whole."""
     try:
-        (size,) = _LENGTH.unpack_from(data)
-        header: dict[str, Any] = json.loads(data[_LENGTH.size : _LENGTH.size + size])
-        offset, length = _LENGTH.size + size, header.pop("length")
+        (checksum,), (size,) = _NUMBER.unpack_from(data), _NUMBER.unpack_from(data, _NUMBER.size)
+        if zlib.crc32(memoryview(data)[_NUMBER.size :]) != checksum:
+            raise ValueError("the checksum does not match")
+        header: dict[str, Any] = json.loads(data[_START : _START + size])
+        offset, length = _START + size, header.pop("length")
         arrays: dict[str, Any] = {}
         for name, kind in _ARRAYS.items():
             arrays[name] = np.frombuffer(data, kind, length, offset).copy()
             offset += arrays[name].nbytes
         if offset != len(data):
             raise ValueError(f"{len(data)} bytes, not {offset}")
+        header["outcome"], header["stop_reason"] = Outcome(header["outcome"]), StopReason(header["stop_reason"])
+        header["turns"] = tuple(Turn(**turn) for turn in header["turns"])
+        return Trajectory(**header, **arrays)
     except (struct.error, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not a trajectory: {error}") from error
-    header["outcome"], header["stop_reason"] = Outcome(header["outcome"]), StopReason(header["stop_reason"])
-    header["turns"] = tuple(Turn(**turn) for turn in header["turns"])
-    return Trajectory(**header, **arrays)

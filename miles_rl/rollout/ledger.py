@@ -163,14 +163,16 @@ class Ledger:
         problems: list[str] = []
         for source in sources:
             try:
-                _copy(source, path)
-                break
-            except (LedgerError, sqlite3.Error) as error:
+                _copy(source, path, version)
+                with contextlib.ExitStack() as unless_whole:
+                    ledger = cls(path)
+                    unless_whole.callback(ledger.close)
+                    resumed = ledger._roll_back(version)
+                    unless_whole.pop_all()
+                return ledger, resumed
+            except (LedgerError, sqlite3.Error, ValueError) as error:
                 problems.append(f"{source}: {error}")
-        else:
-            raise LedgerError("; ".join(problems) or "no ledger to go on from")
-        ledger = cls(path)
-        return ledger, ledger._roll_back(version)
+        raise LedgerError("; ".join(problems) or "no ledger to go on from")
 
     def _roll_back(self, version: WeightVersion) -> Resumed:
         values = {"version": version, "ended": RUN_ENDED, "now": time.time()}
@@ -252,7 +254,11 @@ def _connected(path: Path) -> Iterator[sqlite3.Connection]:
         yield database
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy(source: Path, target: Path, version: WeightVersion) -> None:
+    """`LedgerError` or `sqlite3.Error` unless `source` is whole and knows all that was trained before `version`.
+
+    A machine that loses power may take the last transactions with it, and leave a checkpoint that came after them.
+    """
     if not source.is_file():
         raise LedgerError("there is no such file")
     for leftover in (target, *(target.with_name(target.name + end) for end in ("-wal", "-shm"))):
@@ -265,3 +271,6 @@ def _copy(source: Path, target: Path) -> None:
         tables = {name for (name,) in new.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if not {"groups", "samples", "trajectories", "cursor"} <= tables:
             raise LedgerError("it holds no ledger")
+        (last,) = new.execute("SELECT coalesce(max(trained_version), -1) FROM groups").fetchone()
+        if last < version - 1:
+            raise LedgerError(f"it ends at version {last + 1}, before the checkpoint of version {version}")

@@ -55,14 +55,6 @@ def nested(config: Config) -> Iterator[Finding]:
             yield finding("inert", pair.inner, values[0], message, f"give less than {values[1]:g}, or raise that one")
 
 
-def hung_engine(config: Config) -> Iterator[Finding]:
-    """The policy's own clock scores 0; a request that hangs must end before it to count as the engine's failure."""
-    names = (f"{AGENT}.request_timeout_s", f"{AGENT}.wall_clock_s")
-    if (values := options(config, *names)) is not None and values[0] >= values[1]:
-        message = f"an engine that hangs is ended by {names[1]} = {values[1]:g}, and scored as the policy's own timeout"
-        yield finding("note", names[0], values[0], message, f"give less than {values[1]:g}")
-
-
 def idle(config: Config) -> Iterator[Finding]:
     """What an episode keeps must outlast its longest pause."""
     names = (f"{AGENT}.request_timeout_s", f"{AGENT}.command_timeout_s")
@@ -82,10 +74,12 @@ def idle(config: Config) -> Iterator[Finding]:
 
 def stragglers(config: Config) -> Iterator[Finding]:
     """May a batch, or an evaluation, legally take longer than what is waited for it?"""
-    if (values := options(config, f"{AGENT}.lease_timeout_s", f"{AGENT}.wall_clock_s")) is None:
+    parts = ("lease_timeout_s", "wall_clock_s", "request_timeout_s")  # the last reply may end after the clock
+    if (values := options(config, *(f"{AGENT}.{name}" for name in parts))) is None:
         return
     episode_s = sum(values)
-    clocks = f"{AGENT}: lease_timeout_s {values[0]:g} + wall_clock_s {values[1]:g}, and its verifier"
+    terms = " + ".join(f"{name} {value:g}" for name, value in zip(parts, values, strict=True))
+    clocks = f"{AGENT}: {terms}, and its verifier"
     names = [f"rollout.{name}" for name in ("batch_timeout_s", "num_groups", "group_size", "concurrency")]
     if (sizes := options(config, *names)) is not None:
         limit_s, groups, size, concurrency = sizes
@@ -114,4 +108,4 @@ def cluster(config: Config) -> Iterator[Finding]:
         yield finding("note", names[1], values[1], message, f"{LONGEST_SILENCE_S:g} s together is the aim")
 
 
-RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (nested, hung_engine, idle, stragglers, cluster)
+RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (nested, idle, stragglers, cluster)

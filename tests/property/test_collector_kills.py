@@ -35,8 +35,8 @@ from miles_rl.types import Outcome, Trajectory, WeightVersion
 KEPT = 2
 
 
-class Killed(BaseException):
-    """The process is gone."""
+class Killed(asyncio.CancelledError):
+    """The process is gone; nobody is told."""
 
 
 @dataclass
@@ -146,6 +146,8 @@ class Life:
     version: WeightVersion
     trained: dict[WeightVersion, list[str]]
     failure_rate: float
+    origin: tuple[Life, WeightVersion, str] | None = None
+    """The life, the version and the damage that this one was resumed from."""
     snapshots: dict[WeightVersion, Told] = field(default_factory=dict[int, Told])
     played: list[str] = field(default_factory=list[str])
 
@@ -177,7 +179,7 @@ class Life:
         scheduler.count_earlier(self.resumed.failures, self.resumed.stale_by_task, self.resumed.trained_by_task)
         self.core = Collector(scheduler, self.ledger, self._play, batch_timeout_s=1e6, stop_timeout_s=1e3)
         self.core.start()
-        if self.version == 0:
+        if self.origin is None:
             await self._save()
         while self.version < num_versions:
             batch = await self.core.next_batch()
@@ -239,6 +241,7 @@ def damaged(path: Path, how: str, rng: random.Random) -> None:
         path.unlink()
     elif how == "header":
         path.write_bytes(bytes(100) + path.read_bytes()[100:])
+        wal.unlink()  # it would have a good copy of the header
     elif how == "lost":
         wal.write_bytes(wal.read_bytes()[: rng.randrange(wal.stat().st_size + 1)])
 
@@ -246,7 +249,6 @@ def damaged(path: Path, how: str, rng: random.Random) -> None:
 def next_life(old: Life, folder: Path, version: WeightVersion, damage: str) -> Life:
     """Resume `old` from its checkpoint of `version`, and compare with what its ledger was told."""
     killed = old.folder / "killed" / LEDGER_FILE
-    damaged(killed, damage, old.rng)
     sources = [killed, old.checkpoint(version) / LEDGER_FILE]
     ledger, resumed = FragileLedger.resume(sources, folder / LEDGER_FILE, version)
     assert isinstance(ledger, FragileLedger)
@@ -262,7 +264,20 @@ def next_life(old: Life, folder: Path, version: WeightVersion, damage: str) -> L
             assert trajectory.newest_version <= version
     trained = {v: ids for v, ids in old.trained.items() if v < version}
     assert trained == {v: ids for v, ids in trained_in(ledger.path).items() if v is not None}
-    return Life(folder, old.options, old.rng, ledger, resumed, version, trained, old.failure_rate)
+    origin = (old, version, damage)
+    return Life(folder, old.options, old.rng, ledger, resumed, version, trained, old.failure_rate, origin)
+
+
+def successor(life: Life, folder: Path, damage: str, from_older: bool) -> Life:
+    """What follows a kill. A life that wrote no checkpoint leaves nothing: it is begun again as it was."""
+    if life.snapshots:
+        version = sorted(life.snapshots)[0 if from_older else -1]
+        damaged(life.folder / "killed" / LEDGER_FILE, damage, life.rng)
+        return next_life(life, folder, version, damage)
+    if life.origin is None:
+        return first_life(folder, life.options, life.rng, life.failure_rate)
+    old, version, damage = life.origin
+    return next_life(old, folder, version, damage)
 
 
 def rows_of(path: Path, statement: str) -> list[Any]:
@@ -387,14 +402,7 @@ def test_killed_at_any_moments_the_run_loses_nothing_scored_and_trains_nothing_t
             life.ledger.close()
             if ended:
                 break
-            folder = Path(root) / str(number)
-            if life.snapshots:
-                version = sorted(life.snapshots)[0 if from_older else -1]
-                life = next_life(life, folder, version, damage)
-            elif life.version == 0 and not life.trained:
-                life = first_life(folder, options, rng, failure_rate)
-            else:  # before its first checkpoint: a resume starts from where this one did
-                life = restarted(life, folder)
+            life = successor(life, Path(root) / str(number), damage, from_older)
         else:
             assert run_in(life.to_the_end(num_versions, checkpoint_every), "virtual")
             life.ledger.close()
