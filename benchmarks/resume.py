@@ -46,7 +46,7 @@ class Trial:
     """One kill and what came of it."""
 
     mode: str
-    killed_s: float
+    after_s: float
     killed_step: int = 0
     resumed_version: int | None = None
     resume_s: float = 0.0
@@ -68,12 +68,13 @@ def main() -> int:
         if count == 0:
             continue
         undisturbed = folder / f"{mode}-undisturbed"
-        first_s, end_s = measure(undisturbed, mode)
+        left_s = measure(undisturbed, mode)
         for number in range(count):
-            at_s = moments.uniform(first_s, end_s)
-            trials.append(trial(folder / f"{mode}-{number}", mode, at_s, undisturbed))
+            trials.append(trial(folder / f"{mode}-{number}", mode, moments.uniform(0, left_s), undisturbed))
             print(line(trials[-1]), flush=True)
-    print("\n| mode | killed after | at step | resumed from | to the end in | problems |\n|---|---|---|---|---|---|")
+    print(
+        "\n| mode | killed after the first checkpoint by | at step | resumed from | to the end in | problems |\n|---|---|---|---|---|---|"
+    )
     for done in trials:
         print(line(done))
     bad = sum(bool(done.problems) for done in trials)
@@ -85,43 +86,48 @@ def line(trial: Trial) -> str:
     """A row of the table."""
     problems = "; ".join(trial.problems) or "none"
     return (
-        f"| {trial.mode} | {trial.killed_s:.1f} s | {trial.killed_step} | {trial.resumed_version} |"
+        f"| {trial.mode} | {trial.after_s:.1f} s | {trial.after_step} | {trial.resumed_version} |"
         f" {trial.resume_s:.0f} s | {problems} |"
     )
 
 
-def measure(run_dir: Path, mode: str) -> tuple[float, float]:
-    """Make the undisturbed run. Returns when its first checkpoint was there and when it ended, in seconds."""
-    started = time.monotonic()
+def measure(run_dir: Path, mode: str) -> float:
+    """Make the undisturbed run. Returns the seconds from its first checkpoint to its end."""
     program = start(run_dir, [*LAPTOP, *MODES[mode]])
-    first_s = None
-    while program.poll() is None:
-        if first_s is None and list((run_dir / "checkpoints").glob("step-*")):
-            first_s = time.monotonic() - started
-        if time.monotonic() - started > RUN_TIMEOUT_S:
-            kill_tree(program.pid)
-            break
-        time.sleep(0.05)
-    if program.wait(10) != 0 or first_s is None:
-        sys.exit(f"the undisturbed run failed; see {run_dir}/terminal")
+    wait_for_checkpoint(program, run_dir)
+    first = time.monotonic()
+    try:
+        if program.wait(RUN_TIMEOUT_S) != 0:
+            sys.exit(f"the undisturbed run failed; see {run_dir}/terminal")
+    except subprocess.TimeoutExpired:
+        kill_tree(program.pid)
+        sys.exit(f"the undisturbed run did not end in {RUN_TIMEOUT_S:g} s; see {run_dir}/terminal")
     if problems := check(run_dir / "ledger.sqlite"):
         sys.exit(f"the undisturbed run's ledger: {problems}")
-    return first_s, time.monotonic() - started
+    return time.monotonic() - first
 
 
-def trial(run_dir: Path, mode: str, at_s: float, undisturbed: Path) -> Trial:
-    """Kill a run `at_s` after its start, resume it, and check."""
-    done = Trial(mode, at_s)
+def wait_for_checkpoint(program: subprocess.Popen[bytes], run_dir: Path) -> None:
+    """Until there is something to go on from. A run that ends or takes too long before ends this program."""
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while not list((run_dir / "checkpoints").glob("step-*")):
+        if program.poll() is not None or time.monotonic() > deadline:
+            kill_tree(program.pid)
+            sys.exit(f"no checkpoint came; see {run_dir}/terminal")
+        time.sleep(0.02)
+
+
+def trial(run_dir: Path, mode: str, after_s: float, undisturbed: Path) -> Trial:
+    """Kill a run `after_s` after its first checkpoint, resume it, and check."""
+    done = Trial(mode, after_s)
     program = start(run_dir, [*LAPTOP, *MODES[mode]])
-    time.sleep(at_s)
+    wait_for_checkpoint(program, run_dir)
+    time.sleep(after_s)
     processes = kill_tree(program.pid)
     program.wait(10)
     killed = program.pid
     done.problems += left_of(processes)
     done.killed_step = steps(run_dir)
-    if not list((run_dir / "checkpoints").glob("step-*")):
-        done.problems.append("killed before the first checkpoint: this machine is slower than before; run again")
-        return done
     resumed = run_dir.with_name(f"{run_dir.name}-resumed")
     started = time.monotonic()
     program = start(resumed, [f"resume={run_dir}"])
