@@ -86,7 +86,7 @@ def line(trial: Trial) -> str:
     """A row of the table."""
     problems = "; ".join(trial.problems) or "none"
     return (
-        f"| {trial.mode} | {trial.after_s:.1f} s | {trial.after_step} | {trial.resumed_version} |"
+        f"| {trial.mode} | {trial.after_s:.1f} s | {trial.killed_step} | {trial.resumed_version} |"
         f" {trial.resume_s:.0f} s | {problems} |"
     )
 
