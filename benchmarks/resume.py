@@ -72,9 +72,8 @@ def main() -> int:
         for number in range(count):
             trials.append(trial(folder / f"{mode}-{number}", mode, moments.uniform(0, left_s), undisturbed))
             print(line(trials[-1]), flush=True)
-    print(
-        "\n| mode | killed after the first checkpoint by | at step | resumed from | to the end in | problems |\n|---|---|---|---|---|---|"
-    )
+    print("\n| mode | killed, from the first checkpoint | at step | resumed from | to the end in | problems |")
+    print("|---|---|---|---|---|---|")
     for done in trials:
         print(line(done))
     bad = sum(bool(done.problems) for done in trials)

@@ -1,4 +1,4 @@
-"""What the property tests of scheduler, ledger and collector share: samples with true versions, a model of the rules."""
+"""What the property tests of scheduler and ledger share: samples with true versions, a model of the rules."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from miles_rl.rollout.order import TaskOrder
 from miles_rl.rollout.scheduler import FailureLimits, Scheduler
 from miles_rl.types import Batch, Outcome, StopReason, Trajectory, WeightVersion
 
+NO_LIMITS = FailureLimits(10**6, 10**6)
 INFRA_FAILURES = [outcome for outcome in Outcome if outcome.is_infra_failure]
 
 
@@ -72,7 +73,7 @@ class Options:
     admission: Literal["sample", "group"] = "sample"
     protect_after: int | None = 1
     short_groups: Literal["halt", "discard", "train"] = "halt"
-    limits: FailureLimits = FailureLimits(10**6, 10**6)
+    limits: FailureLimits = NO_LIMITS
     num_tasks: int = 5
     seed: int = 0
 

@@ -118,8 +118,10 @@ class Collector:
             )
 
     def _take(self) -> Batch | None:
-        for group in self.scheduler.drop_stale():
-            self._drop(group)
+        if stale := self.scheduler.drop_stale():
+            with self._ledger.together():  # the data order has all their tasks queued again
+                for group in stale:
+                    self._drop(group)
         return self.scheduler.take_batch()
 
     async def _admit_forever(self) -> None:

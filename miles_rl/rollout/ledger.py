@@ -123,6 +123,10 @@ class Ledger:
             )
             self._set_cursor(cursor)
 
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """What is written within is one transaction: a kill leaves all of it or nothing."""
+        return self._transaction()
+
     def end_run(self) -> None:
         """Every attempt that is neither trained nor ended is given up; a resume goes on with it."""
         self._db.execute(
@@ -239,6 +243,9 @@ class Ledger:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
+        if self._db.in_transaction:  # part of a larger one
+            yield
+            return
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield

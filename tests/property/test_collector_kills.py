@@ -8,6 +8,7 @@ in plain dictionaries.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import math
 import random
@@ -15,12 +16,11 @@ import shutil
 import sqlite3
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import INFRA_FAILURES, Options, staleness_of, written_by
@@ -85,52 +85,72 @@ class Told:
 
 
 class FragileLedger(Ledger):
-    """Remembers what it was told, and kills the process before its transaction number `fuse`."""
+    """Remembers what it was told, and kills the process before its transaction number `fuse` of those in `counted`."""
 
     fuse: float = math.inf
+    counted: str = ""
     on_kill: Callable[[], None]
     told: Told
 
-    def _tick(self) -> None:
-        self.fuse -= 1
-        if self.fuse == 0:
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.dropping: set[int] = set()
+
+    def _tick(self, what: str) -> None:
+        if self.counted in (what, ""):
+            self.fuse -= 1
+        if self.fuse > 0:
+            return
+        if self.counted != "dead":
+            self.counted, self.fuse = "dead", 0
             self.on_kill()
-        if self.fuse <= 0:
-            raise Killed
+        raise Killed
 
     def admit(self, sample: Sample, version: WeightVersion, group_size: int, cursor: Mapping[str, Any]) -> None:
-        self._tick()
+        self._tick("admit")
         super().admit(sample, version, group_size, cursor)
         self.told.attempts[sample.sample_id] = Attempt(sample)
         self.told.sizes[sample.group_id], self.told.tasks[sample.group_id] = group_size, sample.task
 
     def run(self, sample_id: str, sandbox_id: str) -> None:
-        self._tick()
+        self._tick("run")
         super().run(sample_id, sandbox_id)
 
     def score(self, trajectory: Trajectory) -> None:
-        self._tick()
+        self._tick("score")
         super().score(trajectory)
         self.told.attempts[trajectory.sample_id].newest = int(trajectory.versions.max())
 
     def fail(self, sample_id: str, outcome: Outcome, detail: str) -> None:
-        self._tick()
+        self._tick("fail")
         super().fail(sample_id, outcome, detail)
         self.told.attempts[sample_id].failed = True
 
     def train(self, groups: Mapping[int, Sequence[str]], version: WeightVersion) -> None:
-        self._tick()
+        self._tick("train")
         super().train(groups, version)
         for sample_id in (sample_id for sample_ids in groups.values() for sample_id in sample_ids):
             self.told.attempts[sample_id].trained = version
 
     def drop(self, group_id: int, reason: str, cursor: Mapping[str, Any]) -> None:
-        self._tick()
+        self._tick("drop")
         super().drop(group_id, reason, cursor)
-        self.told.dropped.add(group_id)
+        self.dropping.add(group_id)
+        if not self._db.in_transaction:
+            self._told_of_drops()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        with super().together():
+            yield
+        self._told_of_drops()
+
+    def _told_of_drops(self) -> None:
+        self.told.dropped |= self.dropping
+        self.dropping.clear()
 
     def committed(self, version: WeightVersion, kept: Sequence[WeightVersion]) -> None:
-        self._tick()
+        self._tick("committed")
         super().committed(version, kept)
 
 
@@ -157,7 +177,7 @@ class Life:
     async def to_the_end(self, num_versions: int, checkpoint_every: int) -> bool:
         """Whether it came to its end, and was not killed."""
         gone = asyncio.get_running_loop().create_future()
-        self.ledger.on_kill = lambda: (self._copy_files(), gone.set_result(None)) and None
+        self.ledger.on_kill = lambda: self._die(gone)
         trainer = asyncio.create_task(self._train(num_versions, checkpoint_every))
         await asyncio.wait([trainer, gone], return_when=asyncio.FIRST_COMPLETED)
         if not gone.done():
@@ -220,7 +240,8 @@ class Life:
             return PlayedSample(self.rng.choice(INFRA_FAILURES), detail="injected")
         return PlayedSample(Outcome.SCORED, written_by(sample, versions))
 
-    def _copy_files(self) -> None:
+    def _die(self, gone: asyncio.Future[None]) -> None:
+        gone.set_result(None)
         killed = self.folder / "killed"
         killed.mkdir()
         for path in self.folder.glob(f"{LEDGER_FILE}*"):
@@ -359,8 +380,8 @@ def check_order(life: Life, groups: Sequence[tuple[str, str]]) -> None:
 @st.composite
 def life_options(draw: st.DrawFn) -> Options:
     group_size = draw(st.integers(1, 3))
-    admission = draw(st.sampled_from(["sample", "group"]))
-    short_groups = draw(st.sampled_from(["halt", "discard", "train"]))
+    admission: Literal["sample", "group"] = draw(st.sampled_from(["sample", "group"]))
+    short_groups: Literal["halt", "discard", "train"] = draw(st.sampled_from(["halt", "discard", "train"]))
     return Options(
         num_groups=draw(st.integers(1, 2)),
         group_size=group_size,
@@ -374,8 +395,12 @@ def life_options(draw: st.DrawFn) -> Options:
     )
 
 
+moments = st.one_of(
+    st.tuples(st.just(""), st.integers(1, 130)),
+    st.tuples(st.sampled_from(["drop", "committed", "train", "fail"]), st.integers(1, 4)),
+)
 kills = st.lists(
-    st.tuples(st.integers(1, 130), st.sampled_from(["none", "none", "lost", "header", "gone"]), st.booleans()),
+    st.tuples(moments, st.sampled_from(["none", "none", "lost", "header", "gone"]), st.booleans()),
     min_size=1,
     max_size=4,
 )
@@ -390,14 +415,18 @@ kills = st.lists(
     failure_rate=st.sampled_from([0.0, 0.15]),
 )
 def test_killed_at_any_moments_the_run_loses_nothing_scored_and_trains_nothing_twice(
-    options: Options, kills: list[tuple[int, str, bool]], seed: int, checkpoint_every: int, failure_rate: float
+    options: Options,
+    kills: list[tuple[tuple[str, int], str, bool]],
+    seed: int,
+    checkpoint_every: int,
+    failure_rate: float,
 ) -> None:
     num_versions = 5
     with tempfile.TemporaryDirectory() as root:
         rng = random.Random(seed)
         life = first_life(Path(root) / "0", options, rng, failure_rate)
-        for number, (fuse, damage, from_older) in enumerate(kills, 1):
-            life.ledger.fuse = fuse
+        for number, (moment, damage, from_older) in enumerate(kills, 1):
+            life.ledger.counted, life.ledger.fuse = moment
             ended = run_in(life.to_the_end(num_versions, checkpoint_every), "virtual")
             life.ledger.close()
             if ended:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +25,8 @@ PICK = st.integers(0, 60)
 
 @st.composite
 def scheduler_options(draw: st.DrawFn) -> Options:
-    group_size, admission = draw(st.integers(1, 4)), draw(st.sampled_from(["sample", "group"]))
+    group_size = draw(st.integers(1, 4))
+    admission: Literal["sample", "group"] = draw(st.sampled_from(["sample", "group"]))
     limits = FailureLimits(draw(st.integers(2, 4)), draw(st.sampled_from([5, 10**6])))
     return Options(
         num_groups=draw(st.integers(1, 3)),
@@ -125,9 +127,7 @@ TestSchedule = Schedule.TestCase
 
 
 @settings(max_examples=500, deadline=None)
-@given(
-    options=scheduler_options(), seed=st.integers(0, 10**6), failure_rate=st.sampled_from([0.0, 0.05, 0.3])
-)
+@given(options=scheduler_options(), seed=st.integers(0, 10**6), failure_rate=st.sampled_from([0.0, 0.05, 0.3]))
 def test_any_random_schedule_trains_six_versions_and_accounts_for_every_sample(
     options: Options, seed: int, failure_rate: float
 ) -> None:
@@ -163,7 +163,7 @@ def test_any_random_schedule_trains_six_versions_and_accounts_for_every_sample(
 
 @dataclass
 class SlowRun:
-    """Groups trained by task, and the core at the end; `open_when_protected`: groups of the slow task at that moment."""
+    """Groups trained by task, and the core at the end. `open_when_protected`: groups of the slow task then."""
 
     core: Checked
     trained: Counter[str]
@@ -222,7 +222,13 @@ def test_without_protection_a_task_slower_than_the_staleness_allows_starves(
     max_staleness: int, group_size: int, seed: int
 ) -> None:
     options = Options(
-        num_groups=4, group_size=group_size, max_staleness=max_staleness, concurrency=64, protect_after=None, num_tasks=12, seed=seed
+        num_groups=4,
+        group_size=group_size,
+        max_staleness=max_staleness,
+        concurrency=64,
+        protect_after=None,
+        num_tasks=12,
+        seed=seed,
     )
     run = run_with_a_slow_task(options, 9)
     assert set(run.trained) == set(options.tasks) - {"t0"}
@@ -287,7 +293,9 @@ def test_statistics_of_a_group_are_over_its_valid_members_alone(
     rows = Rows.of(batch.trajectories)
     statistics = GroupStatistics.of(rows.rewards, rows.groups)
     for row, trajectory in enumerate(batch.trajectories):
-        members = [rewards[t.sample_id] for g in batch.groups for t in g.trajectories if g.group_id == trajectory.group_id]
+        members = [
+            rewards[t.sample_id] for g in batch.groups for t in g.trajectories if g.group_id == trajectory.group_id
+        ]
         assert len(members) >= 2
         assert float(statistics.size[row]) == len(members)
         assert float(statistics.mean[row]) == pytest.approx(sum(members) / len(members))

@@ -188,7 +188,11 @@ def test_spans_that_leave_a_token_out_or_hold_it_twice_are_refused(
 
 
 @settings(max_examples=200, deadline=None)
-@given(members=st.lists(trajectories(newest=9), min_size=1, max_size=6), num_groups=st.integers(1, 3), late=st.integers(0, 4))
+@given(
+    members=st.lists(trajectories(newest=9), min_size=1, max_size=6),
+    num_groups=st.integers(1, 3),
+    late=st.integers(0, 4),
+)
 def test_staleness_is_that_of_the_oldest_token_whatever_else_was_written(
     members: list[Trajectory], num_groups: int, late: int
 ) -> None:
