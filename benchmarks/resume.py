@@ -84,8 +84,9 @@ def main() -> int:
 def line(trial: Trial) -> str:
     """A row of the table."""
     problems = "; ".join(trial.problems) or "none"
+    resumed = "had ended" if trial.resumed_version is None else trial.resumed_version
     return (
-        f"| {trial.mode} | {trial.after_s:.1f} s | {trial.killed_step} | {trial.resumed_version} |"
+        f"| {trial.mode} | {trial.after_s:.1f} s | {trial.killed_step} | {resumed} |"
         f" {trial.resume_s:.0f} s | {problems} |"
     )
 
@@ -127,6 +128,9 @@ def trial(run_dir: Path, mode: str, after_s: float, undisturbed: Path) -> Trial:
     killed = program.pid
     done.problems += left_of(processes)
     done.killed_step = steps(run_dir)
+    if (run_dir / "result.json").exists():  # the moment came after the end
+        done.problems += verdict(run_dir, mode, undisturbed)
+        return done
     resumed = run_dir.with_name(f"{run_dir.name}-resumed")
     started = time.monotonic()
     program = start(resumed, [f"resume={run_dir}"])
@@ -141,10 +145,14 @@ def trial(run_dir: Path, mode: str, after_s: float, undisturbed: Path) -> Trial:
         return done
     result = json.loads((resumed / "result.json").read_text())
     done.resumed_version = result["resumed_from"]["version"]
-    done.problems += check(resumed / "ledger.sqlite") + sessions(killed) + sessions(program.pid)
-    if mode == "sync":
-        done.problems += differences(metrics_of(undisturbed), metrics_of(resumed))
+    done.problems += verdict(resumed, mode, undisturbed) + sessions(killed) + sessions(program.pid)
     return done
+
+
+def verdict(run_dir: Path, mode: str, undisturbed: Path) -> list[str]:
+    """What is wrong with a run that came to its end."""
+    problems = check(run_dir / "ledger.sqlite")
+    return problems + (differences(metrics_of(undisturbed), metrics_of(run_dir)) if mode == "sync" else [])
 
 
 def metrics_of(run_dir: Path) -> dict[str, Any]:

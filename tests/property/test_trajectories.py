@@ -91,6 +91,10 @@ def test_bytes_that_are_not_whole_are_refused(trajectory: Trajectory, data: st.D
         decode(whole[:cut])
     with pytest.raises(ValueError, match="not a trajectory"):
         decode(whole + data.draw(st.binary(min_size=1, max_size=9)))
+    changed = bytearray(whole)
+    changed[cut] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(ValueError, match="not a trajectory"):
+        decode(bytes(changed))
 
 
 @settings(max_examples=200, deadline=None)
@@ -119,7 +123,7 @@ def test_arrays_that_disagree_about_a_token_are_refused(trajectory: Trajectory, 
         array[where] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf, 0.01, 1.0]))
     else:
         array[where] = data.draw(st.floats(-100, -0.125, width=32) | st.sampled_from([math.nan, 0.5]))
-    with pytest.raises(ValueError, match="policy|log-probability"):
+    with pytest.raises(ValueError, match=r"policy|log-probability"):
         remade(trajectory, **{name: array})
 
 
