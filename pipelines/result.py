@@ -62,10 +62,17 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """SHA-256 over the resolved config without where it writes: equal for runs that do the same with the same seed."""
+    """SHA-256 over the resolved config without where it writes and what it goes on from: equal for runs that do the same
+    with the same seed.
+    """
     kept = {key: value for key, value in config.items() if key not in _NOT_HASHED}
+    kept["stages"] = {name: {**stage, "run": _hashed(stage["run"])} for name, stage in config["stages"].items()}
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.replace(json.dumps(str(config["run_dir"]))[1:-1], "RUN_DIR").encode()).hexdigest()
+
+
+def _hashed(run: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in run.items() if key not in _NOT_HASHED}
 
 
 def commit() -> str | None:
