@@ -62,8 +62,9 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """SHA-256 over the resolved config without where it writes and what it goes on from: equal for runs that do the same
-    with the same seed.
+    """SHA-256 over the resolved config without where it writes and what it goes on from.
+
+    Equal for runs that do the same with the same seed.
     """
     kept = {key: value for key, value in config.items() if key not in _NOT_HASHED}
     kept["stages"] = {name: {**stage, "run": _hashed(stage["run"])} for name, stage in config["stages"].items()}

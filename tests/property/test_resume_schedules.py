@@ -11,9 +11,10 @@ import shutil
 import sqlite3
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,7 +29,7 @@ from miles_rl.rollout.scheduler import FailureLimits
 from miles_rl.types import Outcome, WeightVersion
 from pipelines.ledger.consistency import check
 
-STEPS = 5
+STEPS = 6
 FAST_DISK = next((path for path in (Path("/dev/shm"),) if path.is_dir()), None)
 
 
@@ -42,10 +43,10 @@ class MortalLedger(Ledger):
     What is left are copies of its files as they lie then, in `grave`.
     """
 
-    writes_left: int = -1
+    writes_left, after_drop = -1, 0
 
-    def kill_after(self, num_writes: int, grave: Path) -> None:
-        self.writes_left, self.grave = num_writes, grave
+    def kill_at(self, end: End, grave: Path) -> None:
+        self.writes_left, self.after_drop, self.grave = end.num_writes, end.after_drop, grave
 
     def written(self) -> None:
         if self.writes_left == 1:
@@ -56,8 +57,14 @@ class MortalLedger(Ledger):
         if self.writes_left == 0:
             raise RunEnded
 
-    def _move(self, *args: object, **columns: object) -> None:
-        super()._move(*args, **columns)  # type: ignore[arg-type]
+    def drop(self, group_id: int, reason: str, cursor: Mapping[str, Any]) -> None:
+        super().drop(group_id, reason, cursor)
+        if self.after_drop:
+            self.writes_left, self.after_drop = min(self.writes_left, self.after_drop), 0
+            self.written()
+
+    def _move(self, *args: Any, **columns: Any) -> None:
+        super()._move(*args, **columns)
         self.written()
 
     @contextlib.contextmanager
@@ -70,9 +77,13 @@ class MortalLedger(Ledger):
 
 @dataclass(slots=True)
 class End:
-    """How a run ends: at which write, whether it could say so, and what then happens to its ledger."""
+    """How a run ends: at which write, whether it could say so, and what then happens to its ledger.
+
+    With `after_drop` it is at that write after a group was dropped, if one is before: those moments are rare.
+    """
 
     num_writes: int
+    after_drop: int
     stopped: bool
     damage: str
 
@@ -127,7 +138,7 @@ class Lineage:
         run = Run(ledger.path.parent, batches)
         self.runs.append(run)
         if end is not None and not end.stopped:
-            ledger.kill_after(end.num_writes, run.grave)
+            ledger.kill_at(end, run.grave)
         try:
             asyncio.run(self._train(run, ledger, resumed, version, end))
             ended = None
@@ -208,12 +219,12 @@ class Lineage:
         ledger.committed(version, run.checkpoints)
 
     async def _play(self, sample: Sample, on_ready: Callable[[str], None]) -> PlayedSample:
-        """Every turn of the event loop, a token by the weights of that moment; some tasks take ten times as long."""
+        """Every turn of the event loop, a token by the weights of that moment; two tasks take far longer."""
         assert sample.sample_id not in self.over, f"{sample.sample_id} had ended, and runs again"
         await self._some_time()
         on_ready(f"box-{sample.sample_id}")
         versions = [self.engine_version()]
-        for _ in range(self.rng.randint(0, 30 if sample.task == "t0" else 3)):
+        for _ in range(self.rng.randint(*((20, 80) if sample.task in ("t0", "t1") else (0, 3)))):
             await asyncio.sleep(0)
             versions.append(self.engine_version())
         if self.rng.random() < self.failure_rate:
@@ -299,16 +310,17 @@ def _quiet() -> Iterator[None]:
 
 ENDS = st.builds(
     End,
-    num_writes=st.integers(1, 120),
+    num_writes=st.integers(1, 150),
+    after_drop=st.integers(0, 4),
     stopped=st.sampled_from([False, False, False, True]),
     damage=st.sampled_from(["none", "none", "none", "removed", "overwritten"]),
 )
 OPTIONS = st.builds(
     Options,
-    num_groups=st.integers(1, 2),
+    num_groups=st.integers(1, 3),
     group_size=st.integers(1, 3),
     max_staleness=st.integers(0, 3),
-    concurrency=st.integers(3, 8),
+    concurrency=st.integers(3, 12),
     admission=st.sampled_from(["sample", "group"]),
     protect_after=st.sampled_from([None, 0, 1, 2]),
     short_groups=st.sampled_from(["discard", "train"]),
