@@ -110,7 +110,9 @@ async def test_no_keys_of_older_weights_serve_a_request_that_starts_after_an_upd
         await engine.until_running(1)
         await publish(fleet, models["new"])
         after = await short(prompt, "after")
-        assert (after.cached_tokens, set(after.versions)) == (0, {4})
+        assert set(after.versions) == {4}
+        if mode == "in_place":  # a retracted request has computed the prompt anew by now, for others too
+            assert after.cached_tokens == 0
         assert_written_by(models["new"], prompt, after)
         again = await short(prompt, "after-again")
         assert again.cached_tokens >= 64, "what the new weights computed is used again"
