@@ -149,11 +149,19 @@ class RayHost:
 
 
 def remove_dead_sessions(temp_dir: Path) -> None:
-    """Remove what runs left whose every process was killed, the guard too: session folders that nobody has locked."""
-    for lock_file in temp_dir.glob(f"{_SESSION_PREFIX}*/{_LOCK_FILE}"):
-        with contextlib.suppress(OSError), lock_file.open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock_file.parent, ignore_errors=True)
+    """Remove what runs left whose every process was killed, the guard too: session folders that nobody has locked.
+
+    One without a lock is just being made, or was being removed; its name tells by which process.
+    """
+    for folder in temp_dir.glob(f"{_SESSION_PREFIX}*"):
+        with contextlib.suppress(OSError, ValueError):
+            try:
+                with (folder / _LOCK_FILE).open() as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except FileNotFoundError:
+                if Path(f"/proc/{int(folder.name.removeprefix(_SESSION_PREFIX).split('-')[0])}").exists():
+                    continue
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

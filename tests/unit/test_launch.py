@@ -1,7 +1,9 @@
 """The launcher on a real Ray, with the small stages. Each run takes some seconds."""
 
+import fcntl
 import os
 import re
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from notes import Notes
 from small_run import ALLOWED, small_config
 
 from pipelines.host import Failure
-from pipelines.launch import launch
+from pipelines.launch import launch, remove_dead_sessions
 from pipelines.plan import make_plan
 from pipelines.processes import Offspring
 from pipelines.stage import StageError
@@ -115,3 +117,26 @@ def test_an_exception_that_cannot_be_pickled_arrives_as_a_stage_error():
     opened = Failure.of(Local("no way to name this class")).open("eval")
     assert isinstance(opened, StageError)
     assert str(opened) == "stage 'eval': Local: no way to name this class"
+
+
+def test_folders_of_sessions_whose_processes_are_all_dead_are_removed_and_no_others(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    names = {
+        name: tmp_path / f"miles-ray-{pid}-{name}"
+        for name, pid in (
+            ("killed", dead.pid),
+            ("half-removed", dead.pid),
+            ("running", os.getpid()),
+            ("starting", os.getpid()),
+        )
+    }
+    for folder in (*names.values(), tmp_path / "miles-ray-of-nobody"):
+        folder.mkdir()
+        (folder / "session").mkdir()
+    (names["killed"] / "lock").touch()
+    with (names["running"] / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        remove_dead_sessions(tmp_path)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == sorted([names["running"].name, names["starting"].name, "miles-ray-of-nobody"])
