@@ -114,6 +114,11 @@ def table(config: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
     ]
     if result["starving_tasks"]:
         lines.append(f"starving tasks        {', '.join(result['starving_tasks'])}; raise rollout.max_staleness")
+    if result["longest_wait_s"] > result["batch_timeout_s"]:
+        lines.append(
+            f"would have failed     rollout.batch_timeout_s: {result['batch_timeout_s']:g};"
+            f" the longest wait for a batch was {result['longest_wait_s']:.0f} s; give more"
+        )
     if result["error"]:
         lines += ["", f"ended early: {result['error']}"]
     return lines

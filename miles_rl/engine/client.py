@@ -82,7 +82,10 @@ class EngineClient:
         started = time.monotonic()
         answer = await self._call("POST", "/generate", body, timeout_s, headers)
         try:
-            return _parse_generation(answer, time.monotonic() - started)
+            reply = _parse_generation(answer, time.monotonic() - started)
+            if reply.prompt_tokens != len(input_ids):
+                raise ValueError(f"it replied to {reply.prompt_tokens} prompt tokens, {len(input_ids)} were sent")
+            return reply
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineError(f"{self.base_url}/generate: request {rid}: bad answer: {error}") from error
 
@@ -214,6 +217,9 @@ def _parse_generation(answer: Any, latency_s: float) -> Generation:
     reason = meta["finish_reason"]
     if reason["type"] not in ("stop", "length", "abort"):
         raise ValueError(f"finish_reason {reason['type']!r} is not known")
+    prompt_tokens, cached_tokens = int(meta["prompt_tokens"]), int(meta.get("cached_tokens") or 0)
+    if not 0 <= cached_tokens <= prompt_tokens:
+        raise ValueError(f"cached_tokens {cached_tokens} of {prompt_tokens} prompt tokens")
     matched = reason.get("matched")
     return Generation(
         output_ids=output_ids,
@@ -221,8 +227,8 @@ def _parse_generation(answer: Any, latency_s: float) -> Generation:
         finish_reason=reason["type"],
         stop_token=matched if isinstance(matched, int) else None,
         versions=_versions(meta, len(output_ids)),
-        cached_tokens=int(meta.get("cached_tokens") or 0),
-        prompt_tokens=int(meta["prompt_tokens"]),
+        cached_tokens=cached_tokens,
+        prompt_tokens=prompt_tokens,
         latency_s=latency_s,
     )
 

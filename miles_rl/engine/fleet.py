@@ -7,15 +7,17 @@ weights are put in force in place: requests in flight stop between two tokens, a
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from miles_rl.engine.base import Engine, EngineError, Replica
 from miles_rl.engine.client import EngineClient
-from miles_rl.engine.process import describe_exit
+from miles_rl.engine.process import describe_exit, is_frozen
+from miles_rl.engine.publish import PublishOptions, Weights, publish
 from miles_rl.router.base import Router
 
+_PATH = "stages.fleet.run"
 _REAP_DELAY_S = 0.2
 
 
@@ -24,7 +26,9 @@ class Fleet:
 
     `log_dir` gets the output of every process. `pause_mode` is what a publish does to requests in flight (`in_place`,
     `retract`, `abort`); `flush_cache` asks engines to drop prefixes of the old weights, for those that would serve
-    them otherwise. Timeouts in seconds; `publish_timeout_s` holds for each step of a publish.
+    them otherwise. Timeouts in seconds: `publish_timeout_s` for a publish on all replicas, with the wait for an earlier
+    one, `resume_timeout_s` for the continuation after it, `status_timeout_s` for one look at a replica,
+    `stop_timeout_s` for the end of all processes, which are killed then.
     """
 
     def __init__(
@@ -37,16 +41,23 @@ class Fleet:
         pause_mode: str = "in_place",
         flush_cache: bool = False,
         publish_timeout_s: float = 120.0,
+        resume_timeout_s: float = 15.0,
         status_timeout_s: float = 15.0,
+        stop_timeout_s: float = 18.0,
     ) -> None:
         if num_replicas < 1:
-            raise ValueError(f"stages.fleet.run.num_replicas: {num_replicas}; give at least 1")
+            raise ValueError(f"{_PATH}.num_replicas: {num_replicas}; give at least 1")
         if pause_mode not in ("in_place", "retract", "abort"):
-            raise ValueError(f"stages.fleet.run.pause_mode: {pause_mode}; choose in_place, retract or abort")
+            raise ValueError(f"{_PATH}.pause_mode: {pause_mode}; choose in_place, retract or abort")
+        limits = {"publish": publish_timeout_s, "resume": resume_timeout_s, "status": status_timeout_s}
+        for name, value in {**limits, "stop": stop_timeout_s}.items():
+            if value <= 0:
+                raise ValueError(f"{_PATH}.{name}_timeout_s: {value:g}; give more than 0")
         self._data, self.engine, self._router = data, engine, router
         self._num_replicas, self._log_dir = num_replicas, log_dir
-        self._pause_mode, self._flush_cache = pause_mode, flush_cache
+        self._options = PublishOptions(pause_mode, flush_cache, publish_timeout_s, resume_timeout_s, _PATH)
         self._publish_timeout_s, self._status_timeout_s = publish_timeout_s, status_timeout_s
+        self._stop_timeout_s = stop_timeout_s
         self._replicas: list[Replica] = []
         self._clients: list[EngineClient] = []
         self._router_url = ""
@@ -64,22 +75,27 @@ class Fleet:
         """Launch all replicas at once, then the router. Raises `EngineError`, leaving nothing behind."""
         policy = await self._data.initial_policy()
         self._version = int(policy["version"])
-        launches = [
-            self.engine.launch(index, policy["model_dir"], self._version, self._log_dir)
-            for index in range(self._num_replicas)
-        ]
-        results = await asyncio.gather(*launches, return_exceptions=True)  # bounded: start_timeout_s of the engine
-        self._replicas = [result for result in results if not isinstance(result, BaseException)]
         try:
-            for result in results:
-                if isinstance(result, BaseException):
-                    raise result
+            await self._launch(policy["model_dir"])
             urls = [replica.url for replica in self._replicas]
             self._clients = [EngineClient(url, timeout_s=self._publish_timeout_s) for url in urls]
             self._router_url = await self._router.start(urls, self._log_dir)
         except BaseException:
             await self.stop()
             raise
+
+    async def _launch(self, model_dir: str) -> None:
+        launched: dict[int, Replica] = {}
+
+        async def launch(index: int) -> None:
+            launched[index] = await self.engine.launch(index, model_dir, self._version, self._log_dir)
+
+        try:
+            # bounded: start_timeout_s of the engine
+            results = await asyncio.gather(*map(launch, range(self._num_replicas)), return_exceptions=True)
+        finally:  # also when cancelled: those that are up already have to be stopped
+            self._replicas = [launched[index] for index in sorted(launched)]
+        _raise_all(results)
 
     async def endpoints(self) -> dict[str, Any]:
         """`router`: where to send requests; `replicas`: addresses of the engines; `version` in force."""
@@ -94,19 +110,16 @@ class Fleet:
 
         Generation goes on afterwards in any case. Returns seconds, the slowest replica's: `pause_s` from the pause to
         the continuation, of which `update_s` loading and `verify_s` the checksum. Raises `EngineError` naming the
-        replicas that do not have the new weights.
+        replicas that do not have the new weights, and the step that failed.
         """
-        async with self._publishing:  # bounded: publish_timeout_s of each step of the publish before
+        ends_at = asyncio.get_running_loop().time() + self._publish_timeout_s
+        async with self._turn(version, ends_at):  # bounded: ends_at
             if version <= self._version:
                 raise EngineError(f"publish: version {version} is not above {self._version}, which is in force")
-            work = [self._publish_to(index, model_dir, version, checksum) for index in range(len(self._clients))]
-            results = await asyncio.gather(*work, return_exceptions=True)  # bounded: publish_timeout_s of each step
-            errors = [result for result in results if isinstance(result, BaseException)]
-            for error in errors:
-                if not isinstance(error, EngineError):
-                    raise error
-            if errors:
-                raise EngineError("; ".join(str(error) for error in errors))
+            weights = Weights(model_dir, version, checksum)
+            work = [self._publish_to(index, weights, ends_at) for index in range(len(self._clients))]
+            results = await asyncio.gather(*work, return_exceptions=True)  # bounded: ends_at and resume_timeout_s
+            _raise_all(results)
             self._version = version
             timings = [result for result in results if isinstance(result, dict)]
             return {name: max(timing[name] for timing in timings) for name in timings[0]}
@@ -114,12 +127,12 @@ class Fleet:
     async def status(self) -> Mapping[str, Any]:
         """Figures of all replicas together. Raises `EngineError` if a process died or a replica does not answer."""
         self._check_alive()
-        try:
-            # bounded: status_timeout_s of each question
-            figures = await asyncio.gather(*(self._figures(index) for index in range(len(self._clients))))
-        except EngineError:
+        looks = [self._figures(index) for index in range(len(self._clients))]
+        results = await asyncio.gather(*looks, return_exceptions=True)  # bounded: status_timeout_s of each look
+        if any(isinstance(result, EngineError) for result in results):
             await self._explain_death()
-            raise
+        _raise_all(results)
+        figures = [result for result in results if isinstance(result, dict)]
         prompt_tokens = sum(figure["prompt_tokens"] for figure in figures)
         return {
             "version": self._version,
@@ -133,52 +146,62 @@ class Fleet:
         }
 
     async def stop(self) -> None:
-        """Stop the router, then the replicas; all are tried, the first error is raised."""
+        """Stop the router, then the replicas; all are tried, the first error is raised. Kills what takes too long."""
         closing: list[Awaitable[None]] = [client.close() for client in self._clients]
         closing.append(self._router.stop())
         closing += [replica.stop() for replica in self._replicas]
-        results = await asyncio.gather(*closing, return_exceptions=True)  # bounded: the grace of each process
+        names = [self._name(index) for index in range(len(self._replicas))]
         self._clients, self._replicas = [], []
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-
-    async def _publish_to(self, index: int, model_dir: str, version: int, checksum: str) -> dict[str, float]:
-        client = self._clients[index]
-        started = time.monotonic()
+        limit = asyncio.timeout(self._stop_timeout_s)
         try:
-            try:
-                await client.pause(self._pause_mode)
-                paused = time.monotonic()
-                await client.update_weights_from_disk(model_dir, version, flush_cache=self._flush_cache)
-                updated = time.monotonic()
-                actual = await client.checksum()
-                verified = time.monotonic()
-            finally:
-                # Also when the caller is cancelled: an engine that stays paused would hang every rollout.
-                await asyncio.shield(asyncio.ensure_future(client.resume()))  # bounded: publish_timeout_s of the client
+            async with limit:
+                results = await asyncio.gather(*closing, return_exceptions=True)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            what = ", ".join(["the router", *names])
+            raise EngineError(
+                f"{_PATH}.stop_timeout_s: {self._stop_timeout_s:g}; {what} did not end in time and were killed"
+            ) from error
+        _raise_all(results)
+
+    @asynccontextmanager
+    async def _turn(self, version: int, ends_at: float) -> AsyncIterator[None]:
+        """One publish at a time."""
+        limit = asyncio.timeout_at(ends_at)
+        try:
+            async with limit:
+                await self._publishing.acquire()
+        except TimeoutError as error:
+            raise EngineError(
+                f"publish of version {version}: {_PATH}.publish_timeout_s: {self._publish_timeout_s:g}; an earlier "
+                "publish did not end in time"
+            ) from error
+        try:
+            yield
+        finally:
+            self._publishing.release()
+
+    async def _publish_to(self, index: int, weights: Weights, ends_at: float) -> dict[str, float]:
+        try:
+            return await publish(self._clients[index], weights, self._options, ends_at)
         except EngineError as error:
             await self._explain_death()
-            raise EngineError(f"publish of version {version} to {self._name(index)}: {error}") from error
-        if actual != checksum:
-            raise EngineError(
-                f"publish of version {version} to {self._name(index)}: its weights have checksum {actual[:12]}, "
-                f"the trainer's {checksum[:12]}"
-            )
-        return {
-            "pause_s": time.monotonic() - started,
-            "update_s": updated - paused,
-            "verify_s": verified - updated,
-        }
+            raise EngineError(f"publish of version {weights.version} to {self._name(index)}: {error}") from error
 
     async def _figures(self, index: int) -> dict[str, Any]:
         client, limit_s = self._clients[index], self._status_timeout_s
+        limit = asyncio.timeout(limit_s)
         try:
-            await client.health(timeout_s=limit_s)
-            info = await client.server_info(timeout_s=limit_s)
-            loads = await client.loads(timeout_s=limit_s)
+            async with limit:
+                await client.health(timeout_s=2 * limit_s)  # so that `limit` is the one that ends
+                info = await client.server_info(timeout_s=2 * limit_s)
+                loads = await client.loads(timeout_s=2 * limit_s)
         except EngineError as error:
             raise EngineError(f"{self._name(index)} is not healthy: {error}") from error
+        except TimeoutError as error:
+            key = f"{_PATH}.status_timeout_s: {limit_s:g}"
+            raise EngineError(f"{self._name(index)} is not healthy: {key}; it did not answer in time") from error
         state: Mapping[str, Any] = (info.get("internal_states") or [{}])[0]
         return {
             "version": info.get("weight_version"),
@@ -208,4 +231,15 @@ class Fleet:
             raise EngineError("; ".join(deaths))
 
     def _name(self, index: int) -> str:
-        return f"replica {index} (pid {self._replicas[index].pid})"
+        pid = self._replicas[index].pid
+        return f"replica {index} (pid {pid}{', stopped by a signal' if is_frozen(pid) else ''})"
+
+
+def _raise_all(results: Iterable[object]) -> None:
+    """Raise what is an exception in `results`: all `EngineError` as one, unless there is another kind."""
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in errors:
+        if not isinstance(error, EngineError):
+            raise error
+    if errors:
+        raise EngineError("; ".join(str(error) for error in errors))

@@ -23,6 +23,8 @@ from miles_rl.engine.base import EngineError
 
 _PR_SET_PDEATHSIG = 1
 _LOG_TAIL_BYTES = 2000
+_POLL_S = 0.02
+_KILL_TIMEOUT_S = 10.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -45,6 +47,26 @@ def free_port(host: str = "127.0.0.1") -> int:
 def describe_exit(exit_code: int) -> str:
     """How a process ended, in words: `exited with code 1` or `died with signal 9`."""
     return f"died with signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"
+
+
+def is_frozen(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped the process: it lives, and does nothing until it is continued."""
+    return _stat(pid)[0] in ("T", "t")
+
+
+def group_lives(group_id: int) -> bool:
+    """Whether a process of the group is left; the dead that nobody has reaped do not count."""
+    pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal()]
+    return any(group == group_id and state not in "ZX" for state, group in map(_stat, pids))
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State and process group, as in `/proc/PID/stat`; `("X", 0)` if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "X", 0
+    return fields[0], int(fields[2])
 
 
 class ChildProcess:
@@ -81,7 +103,12 @@ class ChildProcess:
         return self._popen.pid
 
     def exit_code(self) -> int | None:
-        """None while it lives, else its exit code, minus the signal that ended it. Reaps it."""
+        """None while it lives, else its exit code, minus the signal that ended it.
+
+        Reaps it. What it started and left behind, like the workers of an engine that crashed, is killed with it.
+        """
+        if self._popen.returncode is None and self._has_ended():
+            self._signal(signal.SIGKILL)  # before it is reaped: until then nobody else can get its number
         return self._popen.poll()
 
     def log_tail(self) -> str:
@@ -99,8 +126,13 @@ class ChildProcess:
         code = self.exit_code()
         return None if code is None else f"{describe_exit(code)}; log {self.log_path}: {self.log_tail()}"
 
-    async def wait_ready(self, ready: Callable[[], Awaitable[bool]], timeout_s: float, what: str) -> None:
-        """Poll `ready` until it is true. `EngineError` with the log's end if the process ends or the time runs out."""
+    async def wait_ready(
+        self, ready: Callable[[], Awaitable[bool]], timeout_s: float, what: str, key: str = "start_timeout_s"
+    ) -> None:
+        """Poll `ready` until it is true. `EngineError` with the log's end if the process ends or the time runs out.
+
+        `key` is where the config has `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             if (death := self.death()) is not None:
@@ -108,20 +140,44 @@ class ChildProcess:
             if await ready():
                 return
             if time.monotonic() > deadline:
-                raise EngineError(
-                    f"{what} (pid {self.pid}) not ready after {timeout_s:g} s; log {self.log_path}: {self.log_tail()}"
-                )
+                who = f"{what} (pid {self.pid}{', stopped by a signal' if is_frozen(self.pid) else ''})"
+                log = f"log {self.log_path}: {self.log_tail()}"
+                raise EngineError(f"{key}: {timeout_s:g}; {who} is not ready in time; {log}")
             await asyncio.sleep(0.05)
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Ask it to end, then kill its whole group; returns when it is reaped. Safe to call twice."""
-        for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
+        """Ask it to end, then kill its whole group; returns when nothing of it lives. Safe to call twice.
+
+        It is killed without being asked if it is frozen, and at once if this call is cancelled.
+        """
+        try:
+            if self.exit_code() is None and not is_frozen(self.pid):
+                self._signal(signal.SIGTERM)
+                await self._wait(grace_s)
+        finally:
             if self.exit_code() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self.pid, number)
-            deadline = time.monotonic() + wait_s
-            while self.exit_code() is None and time.monotonic() < deadline:
-                await asyncio.sleep(0.02)
-            if self.exit_code() is not None:
-                return
-        raise EngineError(f"process {self.pid} survived SIGKILL for 10 s")
+                self._signal(signal.SIGKILL)
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        while self.exit_code() is None or group_lives(self.pid):
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"process {self.pid}, or one that it started, survived SIGKILL for {_KILL_TIMEOUT_S:g} s"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def _wait(self, limit_s: float) -> None:
+        """Until it ends, at most `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        while self.exit_code() is None and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_S)
+
+    def _has_ended(self) -> bool:
+        """Whether it is dead and waits to be reaped."""
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # somebody else has reaped it: its number may be another's by now
+            return False
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)

@@ -65,7 +65,7 @@ class SglangRouter:
                     async def ready(client: EngineClient = client) -> bool:
                         return await _serves(client, worker_urls)
 
-                    await self._process.wait_ready(ready, self._start_timeout_s, "the router")
+                    await self._process.wait_ready(ready, self._start_timeout_s, "the router", "router.start_timeout_s")
                 return url
             except BaseException as error:
                 port_taken = "in use" in self._process.log_tail()

@@ -40,6 +40,8 @@ NESTED = (
     Nested(f"{EVAL}.timeout_s", "stages.eval.call_timeout_s", "the evaluation"),
     Nested(f"{FLEET}.publish_timeout_s", "stages.fleet.call_timeout_s", "a publish"),
     Nested(f"{FLEET}.publish_timeout_s", f"{TRAINER}.step_timeout_s", "a publish"),
+    Nested(f"{FLEET}.resume_timeout_s", "stages.fleet.call_timeout_s", "a publish"),
+    Nested(f"{FLEET}.stop_timeout_s", "stages.fleet.stop_timeout_s", "the stop of the stage"),
     Nested(f"{FLEET}.status_timeout_s", "cluster.heartbeat_timeout_s", "a look at the fleet"),
     Nested("engine.start_timeout_s", "stages.fleet.start_timeout_s", "the start of the fleet"),
     Nested("router.start_timeout_s", "stages.fleet.start_timeout_s", "the start of the fleet"),

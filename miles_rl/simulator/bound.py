@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RolloutAlone:
-    """Scored samples a second of `concurrency` places that are never empty, and the mean time of an episode."""
+    """Scored samples a second of `concurrency` places that are never empty."""
 
     samples_per_s: float
-    episode_s_mean: float
 
 
 async def rollout_alone(
@@ -32,7 +31,6 @@ async def rollout_alone(
 
     The first third fills the places with episodes of all ages, the last would leave them empty.
     """
-    loop = asyncio.get_running_loop()
     ended: list[PlayedEpisode] = []
     fleet = SimulatedFleet(replica, schedule.num_replicas, schedule.router_policy)
     episodes = StubEpisodes(episode, fleet, schedule.seed, ended.append)
@@ -48,12 +46,10 @@ async def rollout_alone(
     places = [asyncio.create_task(keep_playing()) for _ in range(schedule.concurrency)]
     while len(ended) < total and not all(place.done() for place in places):
         await asyncio.sleep(1.0)
-    now = loop.time()
     for place in places:
         place.cancel()
     await asyncio.gather(*places, return_exceptions=True)  # bounded: they were cancelled
     scored = sorted(e.ended_s for e in ended if e.outcome is Outcome.SCORED and e.ended_s is not None)
     begin, end = scored[len(scored) // 3], scored[2 * len(scored) // 3]
     counted = sum(begin < ended_s <= end for ended_s in scored)  # many end together where latencies are equal
-    times = [e.ended_s - e.started_s for e in ended if e.ended_s is not None and e.ended_s <= now]
-    return RolloutAlone(counted / max(end - begin, 1e-9), sum(times) / len(times))
+    return RolloutAlone(counted / max(end - begin, 1e-9))

@@ -24,6 +24,7 @@ class Result:
     """Times in seconds of the simulated clock. `step_s` is a mean without the first fifth of the steps, in which the
     places fill; `bound_s` is what a step takes at least: the longer of a batch at the rate of rollouts alone, and of
     training and publishing. `wasted_tokens_ratio` is of tokens in groups that were dropped as too old.
+    A real run fails when `longest_wait_s`, of one batch, is above its `batch_timeout_s`.
     """
 
     steps: int
@@ -36,6 +37,8 @@ class Result:
     samples_per_s: float
     tokens_per_s: float
     trainer_idle_ratio: float
+    longest_wait_s: float
+    batch_timeout_s: float
     places_used_ratio: float
     episode_s_mean: float
     episode_s_max: float
@@ -82,9 +85,7 @@ class Result:
         staleness = [lag for step in later for lag in step.batch.staleness]
         whole = [e for e in ended if e.outcome is not Outcome.CANCELLED]
         times = [e.total_s for e in whole]
-        tokens = sum(e.num_tokens for e in ended)
         later_s = max(step_s * len(later), 1e-9)
-        stale, learned = scheduler.stale_by_task, scheduler.trained_by_task
         return cls(
             steps=len(steps),
             wall_s=wall_s,
@@ -96,6 +97,8 @@ class Result:
             samples_per_s=len(trained) / later_s,
             tokens_per_s=sum(t.timings["num_tokens"] for t in trained) / later_s,
             trainer_idle_ratio=sum(step.wait_s for step in later) / later_s,
+            longest_wait_s=max((step.wait_s for step in steps), default=0.0),
+            batch_timeout_s=schedule.batch_timeout_s,
             places_used_ratio=sum(e.total_s for e in ended) / max(wall_s * schedule.concurrency, 1e-9),
             episode_s_mean=sum(times) / max(1, len(times)),
             episode_s_max=max(times, default=0.0),
@@ -103,9 +106,20 @@ class Result:
             staleness_max=max(staleness, default=0),
             num_turns=sum(len(e.turns) for e in ended),
             failed_samples=sum(e.outcome is not Outcome.SCORED for e in whole),
-            stale_groups=dict(stale),
-            starving_tasks=sorted(task for task, count in stale.items() if count > max(1, learned[task])),
-            wasted_tokens_ratio=sum(e.num_tokens for e in ended if e.sample.sample_id in dropped) / max(1, tokens),
+            stale_groups=dict(scheduler.stale_by_task),
+            starving_tasks=_starving(scheduler),
+            wasted_tokens_ratio=_wasted_tokens_ratio(ended, dropped),
             tokens_after_truncation=sum(e.tokens_after_truncation for e in ended),
             prefix_cache_hit_rate=fleet.cached_tokens / max(1, fleet.prompt_tokens),
         )
+
+
+def _starving(scheduler: Scheduler) -> list[str]:
+    """Tasks that the collector warns of: more of their groups were too old than were trained."""
+    trained = scheduler.trained_by_task
+    return sorted(task for task, stale in scheduler.stale_by_task.items() if stale > max(1, trained[task]))
+
+
+def _wasted_tokens_ratio(ended: Sequence[PlayedEpisode], dropped: set[str]) -> float:
+    wasted = sum(e.num_tokens for e in ended if e.sample.sample_id in dropped)
+    return wasted / max(1, sum(e.num_tokens for e in ended))

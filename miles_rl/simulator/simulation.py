@@ -84,7 +84,7 @@ class Schedule:
 class Simulation:
     """How long things take. `steps`: of the run if null. `bound_episodes`: played to find what rollouts alone allow,
     0 for not. `give_up_s`: without a batch for so long the simulation ends; the run itself gives up after
-    `rollout.batch_timeout_s`, which is reported.
+    `rollout.batch_timeout_s`: the result has that and the longest wait.
     """
 
     episode: EpisodeModel

@@ -10,15 +10,13 @@ import signal
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 import pytest_asyncio
 from engines import FOREVER, Http, random_ids
-from safetensors.torch import load_file
+from fleets import Data, checksum_of, running_fleet
 
 import miles_rl.router.sglang as sglang_module
 from miles_rl.engine.base import EngineError
@@ -27,39 +25,14 @@ from miles_rl.engine.embedded.engine import EmbeddedEngine
 from miles_rl.engine.embedded.random_model import write_random_qwen3
 from miles_rl.engine.fleet import Fleet
 from miles_rl.router.sglang import SglangRouter
-from miles_rl.weights.checksum import checksum
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-class Data:
-    """The stage that knows what the policy starts from."""
-
-    def __init__(self, model_dir: str) -> None:
-        self.model_dir = model_dir
-
-    async def initial_policy(self) -> dict[str, Any]:
-        return {"model_dir": self.model_dir, "version": 3}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     return {name: write_random_qwen3(folder / name, seed) for seed, name in enumerate(("old", "new"))}
-
-
-def sum_of(model_dir: str) -> str:
-    return checksum(load_file(Path(model_dir) / "model.safetensors").items())
-
-
-@asynccontextmanager
-async def running_fleet(model_dir: str, log_dir: Path) -> AsyncIterator[Fleet]:
-    made = Fleet(Data(model_dir), EmbeddedEngine(), SglangRouter(), num_replicas=2, log_dir=str(log_dir))
-    await made.start()
-    try:
-        yield made
-    finally:
-        await made.stop()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -156,7 +129,7 @@ async def test_a_publish_reaches_every_replica_while_requests_go_on(fleet: Fleet
             for i in range(4)
         ]
         await asyncio.gather(*(engine.until_running(2) for engine in engines))
-        timings = await fleet.publish(models["new"], version + 1, sum_of(models["new"]))
+        timings = await fleet.publish(models["new"], version + 1, checksum_of(models["new"]))
         assert set(timings) == {"pause_s", "update_s", "verify_s"}
         assert all(0 < seconds < 60 for seconds in timings.values())
         assert timings["pause_s"] > timings["update_s"] + timings["verify_s"] * 0.5
@@ -176,15 +149,19 @@ async def test_a_publish_that_fails_names_the_replica_and_generation_goes_on(
     shutil.copytree(models["new"], torn)
     (torn / "model.safetensors").write_bytes((torn / "model.safetensors").read_bytes()[:-8])
     version = (await fleet.endpoints())["version"]
-    with pytest.raises(EngineError, match=r"replica 0 \(pid \d+\): .*torn.*; publish .* replica 1 \(pid"):
-        await fleet.publish(str(torn), version + 1, sum_of(models["new"]))
+    with pytest.raises(
+        EngineError, match=r"replica 0 \(pid \d+\): update failed: .*torn.*; publish .* replica 1 \(pid"
+    ):
+        await fleet.publish(str(torn), version + 1, checksum_of(models["new"]))
     with pytest.raises(EngineError, match=f"version {version} is not above {version}"):
-        await fleet.publish(models["new"], version, sum_of(models["new"]))
+        await fleet.publish(models["new"], version, checksum_of(models["new"]))
     async with EngineClient((await fleet.endpoints())["router"], timeout_s=20) as client:
         reply = await client.generate([5, 6], {"max_new_tokens": 3, "ignore_eos": True}, rid="after")
         assert reply.versions == 3 * [version]
-        with pytest.raises(EngineError, match=r"replica 0 .*checksum"):
-            await fleet.publish(models["new"], version + 1, sum_of(models["old"]))
+        actual, wanted = checksum_of(models["new"]), checksum_of(models["old"])
+        mismatch = rf"to replica 0 \(pid \d+\): checksum failed: .* {actual}, the trainer's {wanted}; .* to replica 1 "
+        with pytest.raises(EngineError, match=mismatch):
+            await fleet.publish(models["new"], version + 1, wanted)
         assert (await client.generate([5, 6], {"max_new_tokens": 3}, rid="still")).output_ids
     assert (await fleet.status())["version"] == version
 

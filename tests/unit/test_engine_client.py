@@ -78,7 +78,7 @@ async def test_without_spans_the_one_version_holds_for_all_tokens(client: Engine
     answer = copy.deepcopy(GOOD)
     del answer["meta_info"]["weight_versions"]
     engine.answer = lambda: answer
-    assert (await client.generate([1], {}, rid="r")).versions == [4, 4, 4]
+    assert (await client.generate([1, 2], {}, rid="r")).versions == [4, 4, 4]
 
 
 def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -102,6 +102,8 @@ LIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "spans with a gap": _set("meta_info.weight_versions", [{"version": "1", "start": 1, "end": 3}]),
     "spans too short": _set("meta_info.weight_versions", [{"version": "1", "start": 0, "end": 2}]),
     "a version that is no number": _set("meta_info.weight_versions", [{"version": "default", "start": 0, "end": 3}]),
+    "a prompt that was cut": _set("meta_info.prompt_tokens", 1),
+    "more cached than sent": _set("meta_info.cached_tokens", 3),
     "an unknown reason": _set("meta_info.finish_reason", {"type": "bored"}),
     "no reason": _set("meta_info.finish_reason", None),
     "no meta": _set("meta_info", None),
@@ -114,7 +116,7 @@ async def test_an_answer_that_does_not_fit_together_is_an_error(client: EngineCl
     LIES[lie](answer)
     engine.answer = lambda: answer
     with pytest.raises(EngineError, match=r"/generate: request r: bad answer: "):
-        await client.generate([1], {}, rid="r")
+        await client.generate([1, 2], {}, rid="r")
     assert len(engine.bodies) == 1
 
 
@@ -174,5 +176,5 @@ async def test_connections_are_reused(client: EngineClient, engine: Engine) -> N
     app.router.add_route("*", "/{path:.*}", remember)
     async with TestServer(app) as server, EngineClient(str(server.make_url("/"))) as other:
         for _ in range(5):
-            await other.generate([1], {}, rid="r")
+            await other.generate([1, 2], {}, rid="r")
     assert len(ports) == 1

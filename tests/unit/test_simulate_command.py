@@ -25,6 +25,13 @@ def test_it_says_how_the_run_would_go_and_leaves_nothing(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
 
+def test_a_deadline_that_the_real_run_would_not_meet_is_named(tmp_path: Path) -> None:
+    slow = ("simulation=heavy_tail", "simulation.steps=2", "simulation.bound_episodes=0")
+    done = simulate(*slow, "rollout.batch_timeout_s=301", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "would have failed     rollout.batch_timeout_s: 301; the longest wait for a batch was " in done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

@@ -170,6 +170,13 @@ def test_a_schedule_that_can_never_make_a_batch_is_told_and_does_not_hang() -> N
     assert "no batch for version 0" in result.error
 
 
+def test_the_longest_wait_stands_beside_the_deadline_that_a_real_run_would_have() -> None:
+    result = simulation().run(replace(SCHEDULE, batch_timeout_s=EPISODE_S / 2))
+    assert result.error == ""
+    assert result.longest_wait_s == pytest.approx(EPISODE_S)
+    assert result.batch_timeout_s == EPISODE_S / 2
+
+
 def test_a_policy_that_is_not_modelled_is_refused() -> None:
     with pytest.raises(ValueError, match=r"router\.policy: cache_aware"):
         simulation().run(replace(SCHEDULE, router_policy="cache_aware"))
@@ -186,7 +193,7 @@ def test_long_tails_stay_below_their_most_and_draws_stay_paired() -> None:
 CONFIG, _ = resolve(compose_config("sandbox.size=400"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     mode=st.sampled_from(["async", "sync"]),
     num_groups=st.integers(1, 6),

@@ -111,7 +111,8 @@ class EmbeddedEngine:
         replica = EmbeddedReplica(url, process)
         try:
             async with EngineClient(url, timeout_s=5.0) as client:
-                await process.wait_ready(client.is_healthy, self._start_timeout_s, f"replica {index}")
+                what, key = f"replica {index}", "engine.start_timeout_s"
+                await process.wait_ready(client.is_healthy, self._start_timeout_s, what, key)
         except BaseException:
             with contextlib.suppress(EngineError, OSError):
                 await replica.stop()
