@@ -13,6 +13,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -197,7 +198,12 @@ class Evaluator:
                 policy_versions = episode.policy.arrays()[3]
                 versions += [int(v) for v in policy_versions[policy_versions >= 0]]
         if missing := [name for name, values in solved.items() if not values]:
-            raise RuntimeError(f"eval: no episode of {', '.join(missing[:5])} was scored; see episodes and log.txt")
+            causes = Counter(f"{e.result.outcome}: {e.result.detail}" for e in episodes if e.task.name in missing)
+            ((cause, count),) = causes.most_common(1)
+            raise RuntimeError(
+                f"eval: no episode of {', '.join(missing[:5])} was scored; {count} of {causes.total()} ended with"
+                f" {cause}; see episodes and log.txt"
+            )
         rates = {name: sum(values) / len(values) for name, values in solved.items()}
         mean, low, high = mean_ci95(list(rates.values()))
         return Evaluation(

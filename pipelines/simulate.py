@@ -40,6 +40,8 @@ def main() -> None:
         sys.exit(0)
     try:
         json_file, words = _take_option(words, "--json")
+        if json_file is not None and not Path(json_file).absolute().parent.is_dir():
+            raise ConfigError([Problem("--json", json_file, "its folder does not exist; make it, or give another")])
         config, simulation = composed(words)
         result = simulate(config, simulation)
     except ConfigError as error:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from miles_rl.engine.base import Engine, Replica
 from miles_rl.faults.proxy import ProxiedReplica
-from miles_rl.faults.strike import check_rate, struck, when_published
+from miles_rl.faults.strike import check_rate, check_version, struck, when_published
 
 
 class EngineSignal:
@@ -23,6 +23,7 @@ class EngineSignal:
     def __init__(
         self, seed: int, name: Literal["SIGKILL", "SIGSTOP"], at_version: int = 2, delay_s: float = 0.05
     ) -> None:
+        check_version(at_version)
         self._seed, self._name, self._at_version, self._delay_s = seed, name, at_version, delay_s
 
     def install(self, component: Any) -> None:

@@ -7,7 +7,7 @@ import signal
 import time
 from typing import Any, Literal
 
-from miles_rl.faults.strike import struck, when_published
+from miles_rl.faults.strike import check_version, struck, when_published
 
 
 class ClockJump:
@@ -16,6 +16,7 @@ class ClockJump:
     def __init__(
         self, seed: int, stage: Literal["rollout", "fleet"] = "rollout", jump_s: float = 3600.0, at_version: int = 2
     ) -> None:
+        check_version(at_version)
         self.stage, self._jump_s, self._at_version = stage, jump_s, at_version
 
     def install(self, component: Any) -> None:
@@ -33,6 +34,7 @@ class WorkerLoss:
     """The Ray worker of a stage is lost when the weights of `at_version` are published."""
 
     def __init__(self, seed: int, stage: Literal["rollout", "fleet"] = "rollout", at_version: int = 2) -> None:
+        check_version(at_version)
         self.stage, self._at_version = stage, at_version
 
     def install(self, component: Any) -> None:

@@ -23,6 +23,12 @@ def check_rate(name: str, rate: float) -> None:
         raise ValueError(f"faults.{name}: {rate}; give a share between 0 and 1")
 
 
+def check_version(at_version: int) -> None:
+    """Raises `ValueError` for a version that no publish has."""
+    if at_version < 1:
+        raise ValueError(f"faults.at_version: {at_version}; give at least 1")
+
+
 def when_published(component: Any, stage: str, version: int, strike: Callable[[], None]) -> None:
     """Call `strike` once, as soon as the stage has put the weights of `version` in force."""
     name = PUBLISHES[stage]

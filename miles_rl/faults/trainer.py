@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from miles_rl.faults.strike import struck
+from miles_rl.faults.strike import check_version, struck
 from miles_rl.trainer.base import Trainer
 from miles_rl.types import Batch
 
@@ -23,8 +23,7 @@ class TrainerFault:
     stage = "trainer"
 
     def __init__(self, seed: int, at_version: int = 2) -> None:
-        if at_version < 1:
-            raise ValueError(f"faults.at_version: {at_version}; give at least 1")
+        check_version(at_version)
         self.seed, self.at_version = seed, at_version
         self.inner: Trainer
 

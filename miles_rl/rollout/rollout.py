@@ -202,4 +202,9 @@ class Rollout:
         )
         if result.outcome is not Outcome.SCORED:
             return PlayedSample(result.outcome, detail=result.detail)
+        if not episode.policy.spans:
+            raise ValueError(
+                f"rollout.agent.session_tokens: {self._agent.session_tokens}; the prompt of {sample.task} alone has"
+                f" {episode.policy.prompt_length} tokens and leaves no room for a reply; give more"
+            )
         return PlayedSample(Outcome.SCORED, episode.trajectory(sample.group_id))

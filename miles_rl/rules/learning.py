@@ -101,6 +101,13 @@ def periods(config: Config) -> Iterator[Finding]:
             )
 
 
+def fault(config: Config) -> Iterator[Finding]:
+    """A fault that waits for weights which the run never makes would look as if it had been survived."""
+    if (values := options(config, "faults.at_version", "steps")) is not None and values[0] > values[1]:
+        message = f"the run ends with the weights of version {values[1]}, so the fault never strikes"
+        yield finding("error", "faults.at_version", values[0], message, f"give at most {values[1]}, or more steps")
+
+
 def weights(config: Config) -> Iterator[Finding]:
     """Knobs of publishing and of the reference policy."""
     path = "stages.fleet.run.flush_cache"
@@ -127,4 +134,4 @@ def schedule(config: Config) -> Iterator[Finding]:
         yield finding("note", "trainer.warmup_steps", values[1], message, f"give at most {total}")
 
 
-RULES = (groups, lengths, support, clip, correction_low, periods, weights, schedule)
+RULES = (groups, lengths, support, clip, correction_low, periods, fault, weights, schedule)

@@ -259,3 +259,11 @@ def test_a_rate_that_is_no_share_is_refused() -> None:
         SandboxFault(seed=0, create_failure_rate=1.5)
     with pytest.raises(ValueError, match=r"faults\.exec_hang_rate: -0\.1; give a share between 0 and 1"):
         SandboxFault(seed=0, exec_hang_rate=-0.1)
+
+
+@pytest.mark.parametrize("name", ["engine_crash", "nan_gradient", "worker_loss", "clock_back"])
+def test_a_version_at_which_nothing_can_strike_is_refused(name: str) -> None:
+    for value, words in (("0", "faults.at_version: 0; give at least 1"), ("41", "the fault never strikes")):
+        resolved, raw = resolve(compose_config(f"faults={name}", f"faults.at_version={value}"))
+        with pytest.raises(ConfigError, match=words):
+            make_plan(resolved, raw)
