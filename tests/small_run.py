@@ -23,7 +23,7 @@ def stage(target: str, needs: tuple[str, ...] = (), **options: Any) -> dict[str,
         "run": {"_target_": f"tests.small_stages.{target}", **options},
         "resources": {"nodes": 1, "gpus_per_node": 0, "cpus": 0.1},
         "start_timeout_s": 60.0,
-        "stop_timeout_s": 5.0,
+        "stop_timeout_s": 10.0,
         "call_timeout_s": 20.0,
     }
 
@@ -42,7 +42,7 @@ def small_config(run_dir: Path, mode: str = "work") -> dict[str, Any]:
         "run_dir": str(run_dir),
         "checks": [],
         **{group: {} for group in GROUPS},
-        "cluster": {**cluster, "heartbeat_s": 0.2, "heartbeat_timeout_s": 3.0, "stall_s": 1.0},
+        "cluster": {**cluster, "heartbeat_s": 0.2, "heartbeat_timeout_s": 6.0, "stall_s": 1.0},
         "stages": {
             "worker": stage("Worker", ("source",), steps=3, diary=diary, mode=mode),
             "source": stage("Source", diary=diary),

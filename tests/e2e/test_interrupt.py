@@ -98,7 +98,7 @@ def test_a_stage_that_is_stopped_in_its_tracks_ends_the_run_with_its_name_and_wh
     assert time.monotonic() - begin < 45
     assert alive(processes) == set(), "a stopped process is ended too, and its children"
     result = json.loads((tmp_path / "result.json").read_text())
-    start = "stage 'source' did not answer for 3 s; stacks in "
+    start = "stage 'source' did not answer for 6 s; stacks in "
     assert result["error"].startswith(start)
     text = Path(result["error"].removeprefix(start).split(" and ")[0]).read_text()
     assert f"stage 'source', process {pid}, seen from outside" in text

@@ -72,7 +72,7 @@ def stacks_named(ending: Ending) -> str:
 
 def test_a_stage_that_blocks_its_loop_fails_the_run_by_name_with_the_place_and_is_ended_by_force(tmp_path: Path):
     ending, _ = launched(tmp_path, "blocks")
-    assert (ending.error or "").startswith("stage 'worker' did not answer for 3 s; stacks in ")
+    assert (ending.error or "").startswith("stage 'worker' did not answer for 6 s; stacks in ")
     text = stacks_named(ending)
     assert "in sleeps_in_the_loop" in text
     assert "the event loop has not turned for" in text
