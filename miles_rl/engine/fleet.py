@@ -24,10 +24,11 @@ _REAP_DELAY_S = 0.2
 class Fleet:
     """Stage component: `num_replicas` engines on the policy that `data` starts from, and the router before them.
 
-    `log_dir` gets the output of every process. `pause_mode` is what a publish does to requests in flight (`in_place`,
-    `retract`, `abort`); `flush_cache` asks engines to drop prefixes of the old weights, for those that would serve
-    them otherwise. Timeouts in seconds: `publish_timeout_s` for a publish on all replicas, with the wait for an earlier
-    one, `resume_timeout_s` for the continuation after it, `status_timeout_s` for one look at a replica,
+    `log_dir` gets the output of every process. `pause_mode` is what a publish does to requests in flight: `in_place`
+    they go on with the new weights over keys and values of the old, `retract` all theirs is computed again by the new,
+    `abort` they end. `flush_cache` asks engines to drop prefixes of the old weights, for those that would serve them
+    to later requests otherwise. Timeouts in seconds: `publish_timeout_s` for a publish on all replicas, with the wait
+    for an earlier one, `resume_timeout_s` for the continuation after it, `status_timeout_s` for one look at a replica,
     `stop_timeout_s` for the end of all processes, which are killed then.
     """
 

@@ -1,6 +1,6 @@
 """An engine without a model, as a process: SGLang's HTTP, a real prefix cache, and times like an engine's.
 
-    python -m miles_rl.simulator.stub_engine --fd FD
+    python -m miles_rl.simulator.stub_engine --port 30000
 
 A router cannot tell it from an engine. Prompt tokens that are not cached are computed one request after another; then
 a request gains a token at a time, slower the more requests run. Replies follow from the prompt alone.
@@ -99,13 +99,19 @@ class StubEngine:
 def main() -> None:
     """Serve until the process is ended."""
     parser = argparse.ArgumentParser(prog="python -m miles_rl.simulator.stub_engine", description=__doc__)
-    parser.add_argument("--fd", type=int, required=True, help="an inherited bound socket")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--port", type=int, default=0, help="on loopback; 0 takes a free one; printed either way")
+    where.add_argument("--fd", type=int, help="an inherited bound socket")
     parser.add_argument("--cache-tokens", type=int, default=200_000)
     parser.add_argument("--prefill-rate", type=float, default=50_000.0, help="tokens a second")
     parser.add_argument("--token-s", type=float, default=0.005, help="seconds a token")
     parser.add_argument("--token-s-per-request", type=float, default=0.0001, help="more of it for each that runs")
     options = parser.parse_args()
-    listening = socket.socket(fileno=options.fd)
+    if options.fd is None:
+        listening = socket.create_server(("127.0.0.1", options.port))
+    else:
+        listening = socket.socket(fileno=options.fd)
+    print(f"http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
 
     async def make() -> web.Application:
         engine = StubEngine(options.cache_tokens, options.prefill_rate, options.token_s, options.token_s_per_request)

@@ -61,6 +61,29 @@ async def test_manual_takes_a_least_loaded_replica_for_a_new_session_and_stays_t
         await settled(engines, 0)
 
 
+async def test_callers_that_leave_do_not_count_as_load_any_more(engines: list[str]) -> None:
+    """A count that only grew would keep new sessions away from a replica for ever."""
+    async with routed("manual", engines) as url, EngineClient(url, timeout_s=60) as client:
+
+        async def hold(number: int, session: str) -> asyncio.Task[object]:
+            held = asyncio.create_task(client.generate([1, 2, 3], HELD, rid=f"r{number}", routing_key=session))
+            await settled(engines, number + 1)
+            return held
+
+        left = [await hold(number, "one") for number in range(8)]
+        assert sorted(await counts(engines)) == [0, 0, 0, 8]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await settled(engines, 0)
+        staying = [await hold(number, f"new{number}") for number in range(8)]
+        assert await counts(engines) == [2, 2, 2, 2]
+        for task in staying:
+            task.cancel()
+        await asyncio.gather(*staying, return_exceptions=True)
+        await settled(engines, 0)
+
+
 async def test_round_robin_takes_the_replicas_in_turn(engines: list[str]) -> None:
     model = RoundRobin()
     assert [model.route("s", [0, 0, 0]) for _ in range(5)] == [0, 1, 2, 0, 1]
