@@ -128,8 +128,8 @@ def test_planning_changes_nothing(tmp_path: Path):
             "stages.worker.resources.nodes: 2; this cluster is one machine; give 1, or choose a larger cluster",
         ),
         (
-            lambda c: c["cluster"].update(stall_s=2),
-            "cluster.stall_s: 2; give more than 0 and at most half of cluster.heartbeat_timeout_s = 3: stacks are "
+            lambda c: c["cluster"].update(stall_s=4),
+            "cluster.stall_s: 4; give more than 0 and at most half of cluster.heartbeat_timeout_s = 6: stacks are "
             "written before it ends",
         ),
         (
