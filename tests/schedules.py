@@ -282,6 +282,8 @@ class Checked:
     def _forget(self, group_id: int) -> None:
         del self.groups[group_id]
         for sample in [s for s in self.running.values() if s.group_id == group_id]:
+            assert self.scheduler.num_running == len(self.running), "it holds its place until it has ended"
+            self.scheduler.left()
             del self.running[sample.sample_id]
             self.ended[sample.sample_id] += 1
 

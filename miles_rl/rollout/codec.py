@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from miles_rl.types import Outcome, StopReason, Trajectory, Turn
 
+_TURN = tuple(field.name for field in fields(Turn))  # `asdict` copies deeply, which is most of the time
 _ARRAYS = {"token_ids": "<i4", "loss_mask": "|b1", "logprobs": "<f4", "versions": "<i4"}
 _NUMBER = struct.Struct("<I")
 _START = 2 * _NUMBER.size
@@ -31,7 +32,7 @@ def encode(trajectory: Trajectory) -> bytes:
         "reward": trajectory.reward,
         "outcome": str(trajectory.outcome),
         "stop_reason": str(trajectory.stop_reason),
-        "turns": [asdict(turn) for turn in trajectory.turns],
+        "turns": [{name: getattr(turn, name) for name in _TURN} for turn in trajectory.turns],
         "timings": dict(trajectory.timings),
     }
     text = json.dumps(header).encode()

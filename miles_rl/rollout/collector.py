@@ -164,6 +164,7 @@ class Collector:
         for task, sample in self._running.items():
             if sample.group_id == group.group_id:
                 task.cancel()
+        self._may_admit.set()
         log.warning("group %d of %s dropped: %s", group.group_id, group.task, group.reason)
         stale, trained = self.scheduler.stale_by_task[group.task], self.scheduler.trained_by_task[group.task]
         if stale > max(1, trained):
@@ -177,7 +178,9 @@ class Collector:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._since.pop(self._running.pop(task).sample_id, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            self.scheduler.left()
+        elif (error := task.exception()) is not None:
             self._fail(error)
         self._may_admit.set()
         self._may_take.set()

@@ -72,7 +72,7 @@ class Scheduler:
         self._concurrency, self._by_group = concurrency, admission == "group"
         self._protect_after, self._short_groups = protect_after, short_groups
         self._groups: dict[int, OpenGroup] = {}
-        self._num_waiting = 0
+        self._num_waiting = self._num_ready = 0
         self._next_group_id = next_group_id
         self.engine_version = self.consume_version = version
         self.num_running = 0
@@ -107,7 +107,7 @@ class Scheduler:
     @property
     def num_open(self) -> int:
         """Groups of which a member is not scored."""
-        return sum(not group.is_ready for group in self._groups.values())
+        return len(self._groups) - self._num_ready
 
     def size_of(self, group_id: int) -> int:
         """Number of members of an open group."""
@@ -121,6 +121,7 @@ class Scheduler:
         group.scored[sample.index] = trajectory
         oldest = trajectory.oldest_version
         group.oldest = oldest if group.oldest is None else min(group.oldest, oldest)
+        self._num_ready += group.is_ready
 
     def fail(self, sample: Sample, outcome: Outcome, detail: str) -> DroppedGroup | None:
         """Infrastructure failed the sample: it is refilled. Raises `RolloutHalted` when too many fail in a row.
@@ -143,9 +144,14 @@ class Scheduler:
             raise RolloutHalted(f"task {sample.task}: {in_a_row} failures in a row, last {outcome}: {detail}")
         del self._in_a_row[sample.task]
         group.given_up.add(sample.index)
+        self._num_ready += group.is_ready
         if self._short_groups == "train" and len(group.attempts) - len(group.given_up) >= MIN_GROUP:
             return None
         return self._drop(group, "short")
+
+    def left(self) -> None:
+        """A sample of a dropped group has ended; it held its place until now."""
+        self.num_running -= 1
 
     def drop_stale(self) -> list[DroppedGroup]:
         """Take out the groups that are too old for the next batch; their tasks are queued again."""
@@ -161,10 +167,11 @@ class Scheduler:
 
         None if there are too few, or if a protected group must be in this batch and is not ready.
         """
-        ready = [group for group in self._in_order() if group.is_ready]
-        if len(ready) < self._num_groups or self.waits_for():
+        if self._num_ready < self._num_groups or self.waits_for():
             return None
+        ready = [group for group in self._in_order() if group.is_ready]
         chosen = ready[: self._num_groups]
+        self._num_ready -= len(chosen)
         for group in chosen:
             del self._groups[group.group_id]
             self.trained_by_task[group.task] += 1
@@ -214,6 +221,7 @@ class Scheduler:
         restored = OpenGroup(group.group_id, group.task, list(group.attempts), waiting, dict(group.scored))
         restored.oldest = min(versions, default=None)
         self._groups[group.group_id] = restored
+        self._num_ready += restored.is_ready
         self._num_waiting += len(waiting)
 
     def _start(self, group: OpenGroup) -> Sample:
@@ -231,8 +239,8 @@ class Scheduler:
 
     def _drop(self, group: OpenGroup, reason: Literal["stale", "short"]) -> DroppedGroup:
         del self._groups[group.group_id]
+        self._num_ready -= group.is_ready
         self._num_waiting -= len(group.waiting)
-        self.num_running -= len(group.admitted)
         return DroppedGroup(group.group_id, group.task, reason, len(group.scored))
 
     def _in_order(self) -> Iterable[OpenGroup]:

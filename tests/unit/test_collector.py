@@ -114,6 +114,7 @@ async def test_what_still_runs_of_a_dropped_group_is_cancelled(tmp_path: Path) -
     await asyncio.sleep(0.05)
     assert played == ["g0.1.0"]
     assert play.cancelled == ["g0.1.0"]
+    assert c.scheduler.num_running == len(c._running), "its place is free again, once"
     await c.finish()
     assert c.scheduler.stale_by_task == {slow: 1}
 
