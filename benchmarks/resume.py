@@ -3,11 +3,11 @@
     python -m benchmarks.resume                       20 kills of an asynchronous run, 6 of a synchronous one
     python -m benchmarks.resume --kills 2 --sync-kills 1
 
-Every kill sends SIGKILL to the whole process tree at a moment drawn between the first checkpoint and the end. Then the
-run is resumed to its end and held against the rules: no process is left of the killed one, and no Ray session once the
-next run has started; the ledger accounts for every sample exactly once; and for synchronous runs with a deterministic
-engine, every metric that is no time equals that of an undisturbed run, bit for bit. Prints one table; exits with 1 if
-a rule is broken.
+Every kill sends SIGKILL to the whole process tree. Its moment is drawn: a step from 0 (the first checkpoint is there)
+to the last, and up to two seconds more, so that it falls on every part of a run alike. Then the run is resumed to its
+end and held against the rules: no process is left of the killed one, and no Ray session once the next run has started;
+the ledger accounts for every sample exactly once; and for synchronous runs with a deterministic engine, every metric
+that is no time equals that of an undisturbed run, bit for bit. Prints one table; exits with 1 if a rule is broken.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from typing import Any
 from benchmarks.tree import kill_tree, left_of, sessions
 from pipelines.ledger import check
 
+STEPS = 8
+MORE_S = 2.0
 LAPTOP = (
-    "steps=8",
+    f"steps={STEPS}",
     "rollout.num_groups=4",
     "rollout.group_size=4",
     "stages.eval.run.num_samples=1",
@@ -46,7 +48,8 @@ class Trial:
     """One kill and what came of it."""
 
     mode: str
-    after_s: float
+    step: int
+    more_s: float
     killed_step: int = 0
     resumed_version: int | None = None
     resume_s: float = 0.0
@@ -68,11 +71,13 @@ def main() -> int:
         if count == 0:
             continue
         undisturbed = folder / f"{mode}-undisturbed"
-        left_s = measure(undisturbed, mode)
+        measure(undisturbed, mode)
         for number in range(count):
-            trials.append(trial(folder / f"{mode}-{number}", mode, moments.uniform(0, left_s), undisturbed))
-            print(line(trials[-1]), flush=True)
-    print("\n| mode | killed, from the first checkpoint | at step | resumed from | to the end in | problems |")
+            done = Trial(mode, moments.randrange(STEPS + 1), moments.uniform(0, MORE_S))
+            play(done, folder / f"{mode}-{number}", undisturbed)
+            trials.append(done)
+            print(line(done), flush=True)
+    print("\n| mode | killed | had written step | resumed from | to the end in | problems |")
     print("|---|---|---|---|---|---|")
     for done in trials:
         print(line(done))
@@ -86,16 +91,14 @@ def line(trial: Trial) -> str:
     problems = "; ".join(trial.problems) or "none"
     resumed = "had ended" if trial.resumed_version is None else trial.resumed_version
     return (
-        f"| {trial.mode} | {trial.after_s:.1f} s | {trial.killed_step} | {resumed} |"
+        f"| {trial.mode} | step {trial.step} + {trial.more_s:.1f} s | {trial.killed_step} | {resumed} |"
         f" {trial.resume_s:.0f} s | {problems} |"
     )
 
 
-def measure(run_dir: Path, mode: str) -> float:
-    """Make the undisturbed run. Returns the seconds from its first checkpoint to its end."""
+def measure(run_dir: Path, mode: str) -> None:
+    """Make the undisturbed run."""
     program = start(run_dir, [*LAPTOP, *MODES[mode]])
-    wait_for_checkpoint(program, run_dir)
-    first = time.monotonic()
     try:
         if program.wait(RUN_TIMEOUT_S) != 0:
             sys.exit(f"the undisturbed run failed; see {run_dir}/terminal")
@@ -104,25 +107,24 @@ def measure(run_dir: Path, mode: str) -> float:
         sys.exit(f"the undisturbed run did not end in {RUN_TIMEOUT_S:g} s; see {run_dir}/terminal")
     if problems := check(run_dir / "ledger.sqlite"):
         sys.exit(f"the undisturbed run's ledger: {problems}")
-    return time.monotonic() - first
 
 
-def wait_for_checkpoint(program: subprocess.Popen[bytes], run_dir: Path) -> None:
-    """Until there is something to go on from. A run that ends or takes too long before ends this program."""
+def wait_for_step(program: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
+    """Until the run has done `step` steps and can be gone on from; one that ends or hangs before ends this program."""
     deadline = time.monotonic() + RUN_TIMEOUT_S
-    while not list((run_dir / "checkpoints").glob("step-*")):
+    while steps(run_dir) < step or not list((run_dir / "checkpoints").glob("step-*")):
         if program.poll() is not None or time.monotonic() > deadline:
             kill_tree(program.pid)
-            sys.exit(f"no checkpoint came; see {run_dir}/terminal")
+            sys.exit(f"step {step} did not come; see {run_dir}/terminal")
         time.sleep(0.02)
 
 
-def trial(run_dir: Path, mode: str, after_s: float, undisturbed: Path) -> Trial:
-    """Kill a run `after_s` after its first checkpoint, resume it, and check."""
-    done = Trial(mode, after_s)
+def play(done: Trial, run_dir: Path, undisturbed: Path) -> None:
+    """Kill a run at its moment, resume it, and write into `done` what came of it."""
+    mode = done.mode
     program = start(run_dir, [*LAPTOP, *MODES[mode]])
-    wait_for_checkpoint(program, run_dir)
-    time.sleep(after_s)
+    wait_for_step(program, run_dir, done.step)
+    time.sleep(done.more_s)
     processes = kill_tree(program.pid)
     program.wait(10)
     killed = program.pid
@@ -130,7 +132,7 @@ def trial(run_dir: Path, mode: str, after_s: float, undisturbed: Path) -> Trial:
     done.killed_step = steps(run_dir)
     if (run_dir / "result.json").exists():  # the moment came after the end
         done.problems += verdict(run_dir, mode, undisturbed)
-        return done
+        return
     resumed = run_dir.with_name(f"{run_dir.name}-resumed")
     started = time.monotonic()
     program = start(resumed, [f"resume={run_dir}"])
@@ -142,11 +144,10 @@ def trial(run_dir: Path, mode: str, after_s: float, undisturbed: Path) -> Trial:
     done.resume_s = time.monotonic() - started
     if code != 0:
         done.problems.append(f"the resumed run ended with {code}; see {resumed}/terminal")
-        return done
+        return
     result = json.loads((resumed / "result.json").read_text())
     done.resumed_version = result["resumed_from"]["version"]
     done.problems += verdict(resumed, mode, undisturbed) + sessions(killed) + sessions(program.pid)
-    return done
 
 
 def verdict(run_dir: Path, mode: str, undisturbed: Path) -> list[str]:
