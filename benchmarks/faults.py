@@ -93,8 +93,8 @@ def line(trial: Trial) -> str:
     )
 
 
-def trial(folder: Path, fault: str) -> Trial:
-    """Run with one fault, then look at what is left, at the ledger, and at a resume."""
+def trial(folder: Path, fault: str, resume: bool = True) -> Trial:
+    """Run with one fault, then look at what is left, at the ledger, and at a resume if it failed and `resume`."""
     done, run_dir = Trial(fault), folder / fault
     code, ended_s = watched(run_dir, [*RUN, f"faults={fault}"], done)
     log = (run_dir / "log.txt").read_text() if (run_dir / "log.txt").exists() else ""
@@ -117,7 +117,7 @@ def trial(folder: Path, fault: str) -> Trial:
         done.failures = failures(run_dir)
     if code == 0:
         done.problems += check(run_dir / "ledger.sqlite")
-    elif code is not None:
+    elif code is not None and resume:
         again = Trial(fault)
         resumed = folder / f"{fault}-resumed"
         code, _ = watched(resumed, [f"resume={run_dir}"], again)
