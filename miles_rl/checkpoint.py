@@ -197,7 +197,9 @@ def _offer(torn: Path) -> str:
 
 
 def _without_any(run_dir: Path) -> str:
-    """What to do about a run that saved nothing."""
+    """What to do about a run that saved nothing, or a folder that is none of a run."""
+    if run_dir.name == FOLDER and _steps(run_dir.parent):
+        return f"it holds those of a run: resume={run_dir.parent}"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         before = yaml.safe_load((run_dir / "resolved.yaml").read_text())["resume"]
         if before is not None:

@@ -28,6 +28,9 @@ def check(config: Config) -> list[Finding]:
 def _resume(config: Config) -> Iterator[Finding]:
     if config.get("resume") is None:
         return
+    if not config["resume"]:
+        yield finding("error", "resume", "''", "names no folder", "give the folder of a run, or null")
+        return
     try:
         checkpoint = Checkpoint.open(Path(config["resume"]))
     except CheckpointError as error:

@@ -40,7 +40,7 @@ def resume_of(words: Sequence[str]) -> str | None:
                 value = OverridesParser.create().parse_override(word).value()
             except OverrideParseException:
                 return None  # Hydra says what is wrong with it
-            return value if isinstance(value, str) else None
+            return value if isinstance(value, str) and value else None
     return None
 
 

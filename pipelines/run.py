@@ -76,21 +76,33 @@ def run(config: DictConfig) -> int:
     overrides = cast(list[str], OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False))
     OmegaConf.update(config, "run_dir", str(run_dir))
     try:
-        plan = planned(config, run_dir, overrides)
+        plan = planned(config, run_dir)
     except ConfigError as error:
         print(error, file=sys.stderr)
-        for folder in (run_dir, run_dir.parent):
-            with contextlib.suppress(OSError):
-                folder.rmdir()  # Hydra made it, and nothing is in it
+        _remove_folders_of_hydra(run_dir)
         return CONFIG_ERROR
     if plan.config["plan_only"]:
         plan_text.show_plan(plan)
+        _remove_folders_of_hydra(run_dir)
         return 0
+    write_atomic(run_dir / OVERRIDES_FILE, json.dumps(list(overrides), indent=1) + "\n")
+    write_config(run_dir, plan.config)
+    write_atomic(run_dir / "plan.txt", plan_text.plain(plan))
     return execute(plan, run_dir, overrides)
 
 
-def planned(config: DictConfig, run_dir: Path, overrides: Sequence[str]) -> Plan:
-    """The checked plan, with it, its config and its `overrides` written. Raises `ConfigError`."""
+def _remove_folders_of_hydra(run_dir: Path) -> None:
+    """Planning leaves nothing: Hydra made the run's folder, those above it, and the list of a sweep."""
+    if HydraConfig.get().mode is RunMode.MULTIRUN and not any(run_dir.parent.glob("*/resolved.yaml")):
+        (run_dir.parent / "multirun.yaml").unlink(missing_ok=True)
+    inside = [folder for folder in run_dir.parents if folder.is_relative_to(Path.cwd()) and folder != Path.cwd()]
+    with contextlib.suppress(OSError):  # the first that is not empty ends it
+        for folder in (run_dir, *inside):
+            folder.rmdir()
+
+
+def planned(config: DictConfig, run_dir: Path) -> Plan:
+    """The checked plan. Raises `ConfigError`."""
     choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra/" not in group}
     resolved, raw = resolve(config)
     plan = make_plan(resolved, raw, choices=choices)
@@ -98,9 +110,6 @@ def planned(config: DictConfig, run_dir: Path, overrides: Sequence[str]) -> Plan
     plan = dataclasses.replace(plan, notes=(*plan.notes, *changed))
     if (run_dir / "resolved.yaml").exists():
         raise ConfigError([Problem("run_dir", run_dir, "holds another run; give a new folder")])
-    write_atomic(run_dir / OVERRIDES_FILE, json.dumps(list(overrides), indent=1) + "\n")
-    write_config(run_dir, resolved)
-    write_atomic(run_dir / "plan.txt", plan_text.plain(plan))
     return plan
 
 

@@ -11,7 +11,7 @@ from pipelines.wording import Verdict, clean, duration, number
 
 EASY = 0.9
 HARD = 0.05
-OWN_TO_A_RUN = ("run_dir=", "resume=", "seed=")
+OWN_TO_A_RUN = ("run_dir=", "resume=", "resume_changed=")
 
 
 def closing_lines(result: Mapping[str, Any], report: str | Path) -> list[str]:
@@ -39,7 +39,12 @@ def _cause(result: Mapping[str, Any], status: str) -> str:
 def _next_after_stop(result: Mapping[str, Any], status: str, run_dir: Path) -> str:
     checkpoints = run_dir / "checkpoints"
     has_checkpoint = checkpoints.is_dir() and any(checkpoints.iterdir())
-    goes_on = f"{_command(result, f'resume={run_dir}')} goes on from the last checkpoint"
+    earlier: Any = result.get("resumed_from")
+    source = run_dir
+    if not has_checkpoint and isinstance(earlier, Mapping):
+        source, has_checkpoint = _near(Path(str(cast("Mapping[str, Any]", earlier).get("path")))), True
+    again = shlex.join(["python", "-m", "pipelines.run", f"resume={source}"])
+    goes_on = f"{again} goes on from the last checkpoint"
     if status == "interrupted":
         return goes_on if has_checkpoint else f"{_command(result)} starts afresh; there is no checkpoint yet"
     see = f"{run_dir / 'log.txt'} tells more"

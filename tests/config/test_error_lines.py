@@ -133,17 +133,16 @@ def test_a_mistake_in_an_experiment_file_names_the_key_and_the_file(
     assert capsys.readouterr().err == "stepz: in conf/experiment/odd.yaml; no such key; did you mean 'steps'?\n"
 
 
-def test_the_module_works_from_any_folder_and_plan_only_starts_nothing(tmp_path: Path):
+def test_the_module_works_from_any_folder_and_plan_only_leaves_nothing(tmp_path: Path):
     command = [sys.executable, "-m", "pipelines.run", "plan_only=true", "seed=3"]
     done = subprocess.run(
         command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    (run_dir,) = (tmp_path / "runs/minibench").iterdir()
-    assert sorted(path.name for path in run_dir.iterdir()) == ["overrides.json", "plan.txt", "resolved.yaml"]
-    assert done.stdout == (run_dir / "plan.txt").read_text()
-    assert f"outputs {run_dir}/" in done.stdout
+    assert done.stdout.startswith("minibench  seed 3  ")
+    assert f"outputs {tmp_path}/runs/minibench/" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_help_explains_groups_options_and_examples(
@@ -169,5 +168,24 @@ def test_a_sweep_runs_all_its_jobs_and_fails_if_one_is_refused(
     told = capsys.readouterr()
     assert ended.value.code == 2
     assert told.err == "seed: -1; must be at least 0\n"
-    assert sorted(path.name for path in (tmp_path / "runs/s").iterdir() if path.is_dir()) == ["1", "2"]
-    assert (tmp_path / "runs/s/2/plan.txt").read_text().startswith("minibench  seed 2  ")
+    assert [line.split()[2] for line in told.out.splitlines() if line.startswith("minibench  seed ")] == ["1", "2"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_resume_and_a_folder_of_checkpoints_are_refused_with_what_to_give(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old/checkpoints/step-000003").mkdir(parents=True)
+    for value, line in (
+        ("", "resume: ''; names no folder; give the folder of a run, or null\n"),
+        (
+            "old/checkpoints",
+            "resume: old/checkpoints; old/checkpoints has no complete checkpoint; it holds those of a run:"
+            " resume=old\n",
+        ),
+    ):
+        monkeypatch.setattr(sys, "argv", ["miles-run", f"resume={value}", "plan_only=true"])
+        with pytest.raises(SystemExit):
+            run.main()
+        assert capsys.readouterr().err == line

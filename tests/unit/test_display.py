@@ -348,8 +348,15 @@ def test_an_interrupted_run_with_a_checkpoint_says_the_command_that_goes_on(tmp_
     (tmp_path / "checkpoints" / "step-10").mkdir(parents=True)
     lines = closing_lines(result, tmp_path / "report.html")
     assert lines[0] == "Interrupted after 12 steps and 1 m 05 s."
-    command = f"python -m pipelines.run +experiment=x resume={tmp_path}"
+    command = f"python -m pipelines.run resume={tmp_path}"
     assert lines[2] == f"Next: {command} goes on from the last checkpoint"
+
+
+def test_a_resumed_run_that_saved_nothing_names_what_it_went_on_from(tmp_path: Path) -> None:
+    earlier = {"path": str(tmp_path / "old/checkpoints/step-000004"), "version": 4}
+    result = {"status": "interrupted", "steps": 4, "wall_s": 6.0, "overrides": [], "resumed_from": earlier}
+    command = f"python -m pipelines.run resume={earlier['path']}"
+    assert closing_lines(result, tmp_path / "new/report.html")[2].startswith(f"Next: {command} goes on")
 
 
 def test_the_next_command_keeps_the_choices_of_the_run_but_not_its_seed(tmp_path: Path) -> None:
