@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,17 @@ WeightVersion = int
 """Version of the policy's weights: 0 at the start, raised by one with every publish."""
 
 NO_VERSION: WeightVersion = -1
+"""In `versions`, and nothing else: no weights wrote this token. Prompts and observations have it."""
+
+_KINDS = {
+    "token_ids": ({"i", "u"}, "integers"),
+    "loss_mask": ({"b"}, "booleans"),
+    "logprobs": ({"f"}, "floats"),
+    "versions": ({"i"}, "signed integers"),
+}
+_MAX_TOKEN_ID = 2**31 - 1
+_MAX_LOGPROB = 1e-4
+"""What rounding may leave above 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +57,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """One scored episode. All arrays are [T]; `ValueError` at construction if they do not belong together."""
+    """One scored episode. All arrays are [T], of integers, booleans, floats and integers.
+
+    Policy tokens, those in `loss_mask`, have a finite log-probability of at most 0 and a version of at least 0; all
+    others have exactly 0 and `NO_VERSION`. `ValueError` at construction, with the sample and the first token that is
+    wrong, where that does not hold, where no token is the policy's, or where the episode was not scored.
+    """
 
     sample_id: str
     group_id: int
@@ -61,20 +78,37 @@ class Trajectory:
     timings: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
-        length = len(self.token_ids)
-        for name in ("loss_mask", "logprobs", "versions"):
-            if (shape := getattr(self, name).shape) != (length,):
-                raise ValueError(f"{self.sample_id}: {name} has shape {shape}, token_ids ({length},)")
-        if not self.loss_mask.any():
+        self._check_arrays()
+        mask, logprobs, versions = self.loss_mask, self.logprobs, self.versions
+        others = ~mask
+        if not mask.any():
             raise ValueError(f"{self.sample_id}: no token was written by the policy")
-        if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-4).any():
-            raise ValueError(f"{self.sample_id}: a log-probability is not finite or above 0")
-        if (self.logprobs[~self.loss_mask] != 0).any():
-            raise ValueError(f"{self.sample_id}: a token outside the loss mask carries a log-probability")
-        if ((self.versions >= 0) != self.loss_mask).any():
-            raise ValueError(f"{self.sample_id}: versions and loss_mask disagree about which tokens are the policy's")
+        self._refuse((self.token_ids < 0) | (self.token_ids > _MAX_TOKEN_ID), "token_ids", "no token has such an id")
+        right = np.isfinite(logprobs) & (logprobs <= _MAX_LOGPROB)
+        self._refuse(~right, "logprobs", "a log-probability that is not finite or above 0")
+        self._refuse((logprobs != 0) & others, "logprobs", "a log-probability, but the token is not the policy's")
+        self._refuse((versions < 0) & mask, "versions", "a token that the policy wrote needs one of at least 0")
+        self._refuse((versions != NO_VERSION) & others, "versions", f"one that is not the policy's has {NO_VERSION}")
         if self.outcome is not Outcome.SCORED or not np.isfinite(self.reward):
             raise ValueError(f"{self.sample_id}: outcome {self.outcome} with reward {self.reward} is not learnable")
+
+    def _check_arrays(self) -> None:
+        for name, (kinds, what) in _KINDS.items():
+            array: Any = getattr(self, name)
+            found = getattr(array, "dtype", type(array).__name__)
+            if getattr(found, "kind", None) not in kinds:
+                raise ValueError(f"{self.sample_id}: {name} is {found}; give an array of {what}")
+            if array.ndim != 1:
+                raise ValueError(f"{self.sample_id}: {name} has {array.ndim} dimensions; give one, a value per token")
+            if array.shape != self.token_ids.shape:
+                shapes = f"{array.shape}, token_ids {self.token_ids.shape}"
+                raise ValueError(f"{self.sample_id}: {name} has shape {shapes}")
+
+    def _refuse(self, wrong: NDArray[np.bool_], name: str, why: str) -> None:
+        """Raise if a token is `wrong`, with the first of them."""
+        if wrong.any():
+            index = int(wrong.argmax())
+            raise ValueError(f"{self.sample_id}: {name}[{index}] is {getattr(self, name)[index]}: {why}")
 
     @property
     def oldest_version(self) -> WeightVersion:

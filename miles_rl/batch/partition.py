@@ -63,7 +63,7 @@ def by_packed_size(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     rest = [i for i, length in enumerate(lengths) if length < max_tokens]
     if not rest:
         return alone
-    num_parts = -(-sum(lengths[i] for i in rest) // max_tokens)
+    num_parts = max(1, -(-sum(lengths[i] for i in rest) // max_tokens))  # all can be empty
     while True:
         parts = karmarkar_karp([lengths[i] for i in rest], num_parts)
         if all(sum(lengths[rest[i]] for i in part) <= max_tokens for part in parts):

@@ -13,6 +13,10 @@ class EngineError(Exception):
     """The engine or the router did not answer properly: an infrastructure failure, never a reward."""
 
 
+class EngineRefusal(EngineError):
+    """The engine answered that it did not do what it was asked, and is as it was before."""
+
+
 class Replica(Protocol):
     """One running engine with an address of its own."""
 

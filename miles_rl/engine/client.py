@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from miles_rl.engine.base import EngineError
+from miles_rl.engine.base import EngineError, EngineRefusal
 
 ROUTING_HEADER = "X-SMG-Routing-Key"
 _MAX_DETAIL_CHARS = 300
@@ -100,7 +100,10 @@ class EngineClient:
     async def update_weights_from_disk(
         self, model_dir: str, version: int, *, flush_cache: bool = False, timeout_s: float | None = None
     ) -> None:
-        """Load the weights in `model_dir` and stamp them `version`. On `EngineError` the old ones stay in force."""
+        """Load the weights in `model_dir` and stamp them `version`.
+
+        On `EngineRefusal` the old ones stay in force; on another `EngineError` nobody knows which are.
+        """
         body = {
             "model_path": model_dir,
             "weight_version": str(version),
@@ -159,7 +162,8 @@ class EngineClient:
     async def _succeed(self, path: str, body: Mapping[str, Any], timeout_s: float | None) -> dict[str, Any]:
         answer = await self._call("POST", path, body, timeout_s)
         if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise EngineError(f"{self.base_url}{path}: {_first_line(str(answer))}")
+            kind = EngineRefusal if isinstance(answer, dict) and answer.get("success") is False else EngineError
+            raise kind(f"{self.base_url}{path}: {_first_line(str(answer))}")
         return answer
 
     async def _call(
@@ -170,7 +174,7 @@ class EngineClient:
         timeout_s: float | None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """Status 200 or `EngineError`. JSON where the answer says so, else text."""
+        """Status 200 or `EngineError`, for 400 `EngineRefusal`. JSON where the answer says so, else text."""
         url, limit_s = self.base_url + path, self._timeout_s if timeout_s is None else timeout_s
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
@@ -183,7 +187,8 @@ class EngineClient:
                 ) as response,
             ):
                 if response.status != 200:
-                    raise EngineError(f"{url}: status {response.status}: {_first_line(await response.text())}")
+                    kind = EngineRefusal if response.status == 400 else EngineError
+                    raise kind(f"{url}: status {response.status}: {_first_line(await response.text())}")
                 is_json = response.content_type == "application/json"
                 return await response.json() if is_json else await response.text()
         except TimeoutError as error:

@@ -14,7 +14,7 @@ from typing import Any
 from miles_rl.engine.base import Engine, EngineError, Replica
 from miles_rl.engine.client import EngineClient
 from miles_rl.engine.process import describe_exit, is_frozen
-from miles_rl.engine.publish import PublishOptions, Weights, publish
+from miles_rl.engine.publish import Publisher, PublishOptions, Weights
 from miles_rl.router.base import Router
 
 _PATH = "stages.fleet.run"
@@ -61,6 +61,7 @@ class Fleet:
         self._stop_timeout_s = stop_timeout_s
         self._replicas: list[Replica] = []
         self._clients: list[EngineClient] = []
+        self._publishers: list[Publisher] = []
         self._router_url = ""
         self._version = -1
         self._publishing = asyncio.Lock()
@@ -80,6 +81,7 @@ class Fleet:
             await self._launch(policy["model_dir"])
             urls = [replica.url for replica in self._replicas]
             self._clients = [EngineClient(url, timeout_s=self._publish_timeout_s) for url in urls]
+            self._publishers = [Publisher(client, self._options) for client in self._clients]
             self._router_url = await self._router.start(urls, self._log_dir)
         except BaseException:
             await self.stop()
@@ -109,9 +111,10 @@ class Fleet:
     async def publish(self, model_dir: str, version: int, checksum: str) -> dict[str, float]:
         """Put the weights in `model_dir` in force as `version` on every replica, and verify them by `checksum`.
 
-        Generation goes on afterwards in any case. Returns seconds, the slowest replica's: `pause_s` from the pause to
-        the continuation, of which `update_s` loading and `verify_s` the checksum. Raises `EngineError` naming the
-        replicas that do not have the new weights, and the step that failed.
+        No replica generates with weights that were not verified: one that has them, or may have, stays paused until a
+        later publish succeeds. Returns seconds, the slowest replica's: `pause_s` from the pause to the continuation,
+        of which `update_s` loading and `verify_s` the checksum. Raises `EngineError` naming the replicas that do not
+        have the new weights, the step that failed, and those that stay paused.
         """
         ends_at = asyncio.get_running_loop().time() + self._publish_timeout_s
         async with self._turn(version, ends_at):  # bounded: ends_at
@@ -185,7 +188,7 @@ class Fleet:
 
     async def _publish_to(self, index: int, weights: Weights, ends_at: float) -> dict[str, float]:
         try:
-            return await publish(self._clients[index], weights, self._options, ends_at)
+            return await self._publishers[index].publish(weights, ends_at)
         except EngineError as error:
             await self._explain_death()
             raise EngineError(f"publish of version {weights.version} to {self._name(index)}: {error}") from error

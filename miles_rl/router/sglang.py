@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,11 @@ class SglangRouter:
         return None if self._process is None else self._process.pid
 
     async def start(self, worker_urls: Sequence[str], log_dir: str) -> str:
-        """See `Router`. Another process can take a port that was free: then it is launched again on other ports."""
+        """See `Router`. Another process can take a port that was free: then it is launched again on other ports.
+
+        `_MAX_LAUNCHES` times at most, and not once `start_timeout_s` has passed.
+        """
+        ends_at = time.monotonic() + self._start_timeout_s
         for attempt in range(1, _MAX_LAUNCHES + 1):
             url = self._launch(worker_urls, log_dir)
             assert self._process is not None
@@ -71,7 +76,8 @@ class SglangRouter:
                 port_taken = "in use" in self._process.log_tail()
                 with contextlib.suppress(EngineError, OSError):
                     await self._process.stop()
-                if not isinstance(error, EngineError) or not port_taken or attempt == _MAX_LAUNCHES:
+                is_last = attempt == _MAX_LAUNCHES or time.monotonic() > ends_at
+                if not isinstance(error, EngineError) or not port_taken or is_last:
                     raise
         raise AssertionError("unreachable")
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RolloutAlone:
-    """Scored samples a second of `concurrency` places that are never empty."""
+    """Scored samples a second of `concurrency` places that are never empty; 0 if too few were."""
 
     samples_per_s: float
 
@@ -39,17 +39,22 @@ async def rollout_alone(
     total = max(num_episodes, 3 * schedule.concurrency)
 
     async def keep_playing() -> None:
-        while (number := next(numbers)) < total + schedule.concurrency:
-            group, index = divmod(number, size)
+        while len(ended) < total:
+            group, index = divmod(next(numbers), size)
             await episodes.play(Sample(group, index, 0, f"task-{group % tasks:02d}"), lambda sandbox_id: None)
 
     places = [asyncio.create_task(keep_playing()) for _ in range(schedule.concurrency)]
-    while len(ended) < total and not all(place.done() for place in places):
-        await asyncio.sleep(1.0)
+    # bounded: the latencies that were drawn; the first place that leaves saw the last episode end, or failed
+    await asyncio.wait(places, return_when=asyncio.FIRST_COMPLETED)
     for place in places:
         place.cancel()
-    await asyncio.gather(*places, return_exceptions=True)  # bounded: they were cancelled
+    results = await asyncio.gather(*places, return_exceptions=True)  # bounded: they were cancelled
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result
     scored = sorted(e.ended_s for e in ended if e.outcome is Outcome.SCORED and e.ended_s is not None)
+    if not scored:
+        return RolloutAlone(0.0)
     begin, end = scored[len(scored) // 3], scored[2 * len(scored) // 3]
     counted = sum(begin < ended_s <= end for ended_s in scored)  # many end together where latencies are equal
     return RolloutAlone(counted / max(end - begin, 1e-9))

@@ -14,10 +14,16 @@ from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 Time = Literal["virtual", "real"]
+LONGEST_S = 1e7
+"""Later the floats of the clock are coarser than asyncio's own resolution, and its timers would never be due."""
 
 
 class Deadlock(Exception):
     """Nothing can happen any more: everybody waits, and nobody is left who could end a wait. The message says who."""
+
+
+class OutOfTime(Exception):
+    """Virtual time came to `LONGEST_S`. The message says what to change."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -34,6 +40,10 @@ class _JumpingSelector(selectors.DefaultSelector):
         if timeout is None:
             raise Deadlock("no timer is set and nothing is ready: every task waits for another")
         self.elapsed_s += max(0.0, timeout)
+        if self.elapsed_s > LONGEST_S:
+            raise OutOfTime(
+                f"the simulation came to {LONGEST_S:g} virtual seconds; give fewer steps, or a `most` to long tails"
+            )
         return ready
 
 

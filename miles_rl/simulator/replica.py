@@ -195,7 +195,8 @@ class Replica:
 
     def _complete(self) -> None:
         self._timer = None
-        complete_to = self._advance() + _ROUNDING
+        # The first is complete, as this is its time, also where a late clock is too coarse for what is left of it.
+        complete_to = max(self._advance() + _ROUNDING, self._decoding[0][0])
         while self._decoding and self._decoding[0][0] <= complete_to:
             done = heapq.heappop(self._decoding)[2]
             if not done.done():

@@ -80,7 +80,7 @@ class Result:
         later = steps[int(len(steps) * WARM_UP_SHARE) :] or steps
         step_s = sum(step.total_s for step in later) / max(1, len(later))
         train_s = sum(step.train_s + step.publish_s for step in later) / max(1, len(later))
-        rollout_s = schedule.batch_size / alone.samples_per_s if alone is not None else 0.0
+        rollout_s = 0.0 if alone is None else schedule.batch_size / max(alone.samples_per_s, 1e-9)
         trained = [t for step in later for t in step.batch.trajectories]
         staleness = [lag for step in later for lag in step.batch.staleness]
         whole = [e for e in ended if e.outcome is not Outcome.CANCELLED]

@@ -148,8 +148,10 @@ class _Run:
             error = f"{'gave up' if collector.figures()['running'] else 'deadlock'}: {timeout}"
         wall_s = loop.time() - started
         with contextlib.closing(self._ledger):
-            await trainer.stop()
-            await collector.finish()
+            try:
+                await trainer.stop()
+            finally:
+                await collector.finish()
             dropped = self._dropped()
         return Result.of(
             schedule, self._steps, self._ended, dropped, scheduler, fleet, self._alone, wall_s=wall_s, error=error

@@ -81,12 +81,19 @@ class StubTrainer:
                 self._evaluate(version)
 
     async def stop(self) -> None:
-        """Give up an evaluation that still runs."""
+        """Give up an evaluation that still runs. Raises what one failed of."""
         if self._evaluation is not None:
             self._evaluation.cancel()
             await asyncio.wait([self._evaluation])  # bounded: it is cancelled
+            self._check_evaluation()
+
+    def _check_evaluation(self) -> None:
+        evaluation = self._evaluation
+        if evaluation is not None and evaluation.done() and not evaluation.cancelled():
+            evaluation.result()  # bounded: it is done
 
     def _evaluate(self, version: int) -> None:
+        self._check_evaluation()
         if self._evaluation is None or self._evaluation.done():
             self._evaluation = asyncio.create_task(self._play_all(version))
 

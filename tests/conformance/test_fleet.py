@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from engines import Http
-from fleets import Data, running_fleet
+from fleets import Data, checksum_of, running_fleet
 
 from miles_rl.engine.base import EngineError, Replica
 from miles_rl.engine.client import EngineClient
@@ -26,7 +26,7 @@ from miles_rl.engine.fleet import Fleet
 from miles_rl.router.sglang import SglangRouter
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-LIMIT_S = 3.0
+LIMIT_S = {"publish": 2.0, "resume": 1.0, "status": 1.0}
 SLACK_S = 20.0
 """What a loaded machine may add to a limit."""
 
@@ -38,7 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(model: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    limits: dict[str, Any] = {f"{name}_timeout_s": LIMIT_S for name in ("publish", "resume", "status")}
+    """All tests but the last two share it, and leave it serving sound weights; the last that uses it ends it."""
+    limits: dict[str, Any] = {f"{name}_timeout_s": limit_s for name, limit_s in LIMIT_S.items()}
     async with running_fleet(model, tmp_path_factory.mktemp("logs"), **limits) as made:
         yield made
 
@@ -68,59 +69,84 @@ async def generate(fleet: Fleet, name: str) -> list[int]:
     return found
 
 
-async def test_a_load_that_hangs_ends_at_its_limit_and_generation_goes_on(
+async def are_paused(fleet: Fleet) -> list[bool]:
+    """Of each replica."""
+    engines = [Http(url) for url in (await fleet.endpoints())["replicas"]]
+    return [(await engine.get("/server_info"))[1]["internal_states"][0]["is_paused"] for engine in engines]
+
+
+async def test_a_load_that_hangs_ends_at_its_limit_and_leaves_engines_paused_until_a_sound_publish(
     fleet: Fleet, model: str, tmp_path: Path
 ) -> None:
+    """An engine that does not answer may yet load the weights, and nobody would have verified them."""
     started = time.monotonic()
-    late = r"update failed: stages\.fleet\.run\.publish_timeout_s: 3; it did not end in time; .*"
-    with (
-        never_loaded(model, tmp_path / "weights") as folder,
-        pytest.raises(
-            EngineError, match=rf"version 4 to replica 0 \(pid \d+\): {late}to replica 1 \(pid \d+\): {late}"
-        ),
-    ):
-        await fleet.publish(folder, 4, "")
-    assert time.monotonic() - started < LIMIT_S + SLACK_S
-    assert await generate(fleet, "after") == [3, 3, 3, 3]
+    late = r"update failed: stages\.fleet\.run\.publish_timeout_s: 2; it did not end in time; .*; it stays paused, .*"
+    with never_loaded(model, tmp_path / "weights") as folder:
+        names = rf"version 4 to replica 0 \(pid \d+\): {late}to replica 1 \(pid \d+\): {late}"
+        with pytest.raises(EngineError, match=names):
+            await fleet.publish(folder, 4, "")
+        assert time.monotonic() - started < LIMIT_S["publish"] + SLACK_S
+        with pytest.raises(EngineError, match=r"update failed: .*/nowhere.*; it stays paused"):
+            await fleet.publish("/nowhere", 4, "")  # refused, so they have what they had: nobody knows what
     assert (await fleet.status())["version"] == 3
+    assert await are_paused(fleet) == [True, True]
+    await fleet.publish(model, 4, checksum_of(model))
+    assert await generate(fleet, "after") == [4, 4, 4, 4]
 
 
-async def test_a_publish_that_is_cancelled_does_not_leave_engines_paused(
+async def test_a_publish_that_is_cancelled_while_it_loads_leaves_no_engine_on_weights_that_nobody_verified(
     fleet: Fleet, model: str, tmp_path: Path
 ) -> None:
+    version = (await fleet.endpoints())["version"] + 1
     with never_loaded(model, tmp_path / "weights") as folder:
-        publishing = asyncio.create_task(fleet.publish(folder, 4, ""))
-        engines = [Http(url) for url in (await fleet.endpoints())["replicas"]]
+        publishing = asyncio.create_task(fleet.publish(folder, version, ""))
         async with asyncio.timeout(SLACK_S):
-            while not all([(await e.get("/server_info"))[1]["internal_states"][0]["is_paused"] for e in engines]):
+            while not (all(await are_paused(fleet)) and all(p._step == "update" for p in fleet._publishers)):
                 await asyncio.sleep(0.01)
         publishing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await publishing
-        assert await generate(fleet, "after") == [3, 3, 3, 3]
+        assert await are_paused(fleet) == [True, True]
+        await fleet.publish(model, version, checksum_of(model))  # the load that hangs is in nobody's way
+        assert await generate(fleet, "after") == 4 * [version]
 
 
-async def test_a_frozen_replica_is_named_in_time_and_is_killed_at_the_end(model: str, tmp_path: Path) -> None:
-    limits: dict[str, Any] = {f"{name}_timeout_s": 1.0 for name in ("resume", "status")}
-    async with running_fleet(model, tmp_path, publish_timeout_s=LIMIT_S, **limits) as fleet:
-        pids = [replica.pid for replica in fleet._replicas]
-        os.kill(pids[1], signal.SIGSTOP)
-        frozen, started = rf"replica 1 \(pid {pids[1]}, stopped by a signal\)", time.monotonic()
-        with pytest.raises(EngineError, match=rf"^{frozen} is not healthy: stages\.fleet\.run\.status_timeout_s: 1; "):
-            await fleet.status()
-        assert time.monotonic() - started < 1.0 + SLACK_S
+async def test_a_publish_that_is_cancelled_before_it_loads_leaves_no_engine_paused(fleet: Fleet, model: str) -> None:
+    version = (await fleet.endpoints())["version"]
+    pid = fleet._replicas[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        publishing = asyncio.create_task(fleet.publish(model, version + 1, checksum_of(model)))
+        await asyncio.sleep(0.1)
+        assert fleet._publishers[1]._step == "pause"
+        publishing.cancel()
+        await asyncio.sleep(0.1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    with pytest.raises(asyncio.CancelledError):
+        await publishing
+    assert (await are_paused(fleet))[1] is False
 
-        first = asyncio.create_task(fleet.publish(model, 4, ""))
-        await asyncio.sleep(0)
-        with pytest.raises(
-            EngineError, match=r"version 5: stages\.fleet\.run\.publish_timeout_s: 3; an earlier publish"
-        ):
-            await fleet.publish(model, 5, "")
-        paused = r"pause failed: stages\.fleet\.run\.publish_timeout_s: 3; .*"
-        resumed = r"continue failed \(stages\.fleet\.run\.resume_timeout_s: 1\)"
-        with pytest.raises(EngineError, match=rf"version 4 to {frozen}: {paused}; {resumed}"):
-            await first
-        started = time.monotonic()
+
+async def test_a_frozen_replica_is_named_in_time_and_is_killed_at_the_end(fleet: Fleet, model: str) -> None:
+    version = (await fleet.endpoints())["version"] + 1
+    pids = [replica.pid for replica in fleet._replicas]
+    os.kill(pids[1], signal.SIGSTOP)
+    frozen, started = rf"replica 1 \(pid {pids[1]}, stopped by a signal\)", time.monotonic()
+    with pytest.raises(EngineError, match=rf"^{frozen} is not healthy: stages\.fleet\.run\.status_timeout_s: 1; "):
+        await fleet.status()
+    assert time.monotonic() - started < LIMIT_S["status"] + SLACK_S
+
+    first = asyncio.create_task(fleet.publish(model, version, checksum_of(model)))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match=r"stages\.fleet\.run\.publish_timeout_s: 2; an earlier publish"):
+        await fleet.publish(model, version + 1, "")
+    paused = r"pause failed: stages\.fleet\.run\.publish_timeout_s: 2; .*"
+    resumed = r"continue failed \(stages\.fleet\.run\.resume_timeout_s: 1\)"
+    with pytest.raises(EngineError, match=rf"version {version} to {frozen}: {paused}; {resumed}"):
+        await first
+    started = time.monotonic()
+    await fleet.stop()
     assert time.monotonic() - started < SLACK_S
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 

@@ -142,7 +142,7 @@ async def test_a_publish_reaches_every_replica_while_requests_go_on(fleet: Fleet
     assert (await fleet.endpoints())["version"] == version + 1
 
 
-async def test_a_publish_that_fails_names_the_replica_and_generation_goes_on(
+async def test_a_publish_that_fails_names_the_replicas_and_only_verified_weights_generate(
     fleet: Fleet, models: dict[str, str], tmp_path: Path
 ) -> None:
     torn = tmp_path / "torn"
@@ -159,11 +159,14 @@ async def test_a_publish_that_fails_names_the_replica_and_generation_goes_on(
         reply = await client.generate([5, 6], {"max_new_tokens": 3, "ignore_eos": True}, rid="after")
         assert reply.versions == 3 * [version]
         actual, wanted = checksum_of(models["new"]), checksum_of(models["old"])
-        mismatch = rf"to replica 0 \(pid \d+\): checksum failed: .* {actual}, the trainer's {wanted}; .* to replica 1 "
-        with pytest.raises(EngineError, match=mismatch):
+        mismatch = rf"checksum failed: .* {actual}, the trainer's {wanted}; sent 2 times, .*; it stays paused"
+        with pytest.raises(EngineError, match=rf"replica 0 \(pid \d+\): {mismatch}.* to replica 1 .*: {mismatch}"):
             await fleet.publish(models["new"], version + 1, wanted)
-        assert (await client.generate([5, 6], {"max_new_tokens": 3}, rid="still")).output_ids
-    assert (await fleet.status())["version"] == version
+        assert (await fleet.status())["version"] == version
+        waiting = asyncio.create_task(client.generate([5, 6], {"max_new_tokens": 3, "ignore_eos": True}, rid="still"))
+        assert await asyncio.wait([waiting], timeout=0.3) == (set(), {waiting})
+        await fleet.publish(models["new"], version + 1, actual)
+        assert (await waiting).versions == 3 * [version + 1]
 
 
 async def test_killed_processes_are_named_and_what_ran_on_them_fails_at_once(

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from miles_rl.engine.client import EngineClient, Generation
 from miles_rl.engine.fleet import Fleet
+from miles_rl.engine.publish import Publisher
 from miles_rl.rollout.agent import Agent
 from miles_rl.rollout.chat import ChatRenderer
 from miles_rl.rollout.codec import decode, encode
@@ -34,6 +35,7 @@ from sandbox_env.episode import PolicyError
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TINY = Path(__file__).parents[2] / "miles_rl/model/shipped/tiny"
 TOLERANCE = 1e-4
+MODES = ["retract", "in_place", "abort"]
 LONG = {"max_new_tokens": 600, "ignore_eos": True, "sampling_seed": 1}
 SHORT = {"max_new_tokens": 8, "ignore_eos": True, "sampling_seed": 2}
 AGENT = Agent(
@@ -122,15 +124,23 @@ class Served:
         self.check(version, prompt, reply, slice(0, None))
 
 
-@pytest_asyncio.fixture(params=["in_place", "retract", "abort"], scope="module", loop_scope="module")
-async def served(
-    request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Served]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(models: Models, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     logs = tmp_path_factory.mktemp("logs")
-    async with running_fleet(str(TINY), logs, num_replicas=1, pause_mode=request.param) as fleet:
+    async with running_fleet(str(TINY), logs, num_replicas=1, pause_mode=MODES[0]) as fleet:
         endpoints = await fleet.endpoints()
         async with EngineClient(endpoints["router"]) as client:
-            yield Served(fleet, client, Http(endpoints["replicas"][0]), request.param, models)
+            yield Served(fleet, client, Http(endpoints["replicas"][0]), MODES[0], models)
+
+
+@pytest_asyncio.fixture(params=MODES, scope="module", loop_scope="module")
+async def served(request: pytest.FixtureRequest, started: Served) -> Served:
+    """The one engine in each mode: the first is what the fleet was told, the others it is told as it runs."""
+    if request.param != started.mode:
+        started.mode, fleet = request.param, started.fleet
+        options = replace(fleet._options, pause_mode=started.mode)
+        fleet._publishers = [Publisher(client, options) for client in fleet._clients]
+    return started
 
 
 async def test_the_two_sets_of_weights_are_told_apart(models: Models) -> None:
@@ -196,11 +206,11 @@ async def test_replies_among_many_updates_are_each_of_the_weights_they_say(serve
             if changing.is_set():
                 return
             ids = [*ids, *reply.output_ids, *random_ids(5, turn)]
-            ids = ids if len(ids) < 600 else ids[:150]
+            ids = ids if len(ids) < 400 else ids[:150]
 
-    conversations = [asyncio.create_task(converse(number)) for number in range(9)]
-    for _ in range(5):
-        await asyncio.sleep(draw.uniform(0.1, 0.5))
+    conversations = [asyncio.create_task(converse(number)) for number in range(6)]
+    for _ in range(4):
+        await asyncio.sleep(draw.uniform(0.1, 0.3))
         await served.update()
     changing.set()
     async with asyncio.timeout(60):

@@ -55,3 +55,9 @@ def test_one_trajectory_longer_than_the_budget_gets_a_micro_batch_of_its_own() -
 def test_nothing_gives_no_micro_batch() -> None:
     assert by_padded_size([], 100) == []
     assert by_packed_size([], 100) == []
+
+
+def test_trajectories_of_no_length_go_into_one_micro_batch() -> None:
+    assert by_packed_size([0, 0, 0], 100) == [[0, 1, 2]]
+    assert by_padded_size([0, 0, 0], 100) == [[0, 1, 2]]
+    assert by_packed_size([0, 200, 0], 100) == [[1], [0, 2]]

@@ -18,7 +18,7 @@ from miles_rl.simulator.episode import EpisodeModel, StubEpisodes
 from miles_rl.simulator.fleet import SimulatedFleet
 from miles_rl.simulator.replica import ReplicaModel
 from miles_rl.simulator.simulation import Schedule, Simulation
-from miles_rl.simulator.trainer import TrainerModel
+from miles_rl.simulator.trainer import EvaluationPlan, TrainerModel
 from pipelines.origin import resolve
 
 
@@ -175,6 +175,61 @@ def test_the_longest_wait_stands_beside_the_deadline_that_a_real_run_would_have(
     assert result.error == ""
     assert result.longest_wait_s == pytest.approx(EPISODE_S)
     assert result.batch_timeout_s == EPISODE_S / 2
+
+
+class Faulty(Distribution):
+    """Fails when it is asked for more numbers than there are tasks to train on."""
+
+    def draw(self, rng: random.Random) -> float:
+        seen.add(rng.random())
+        if len(seen) > SCHEDULE.num_tasks:
+            raise RuntimeError("a fault of the program")
+        return 1.0
+
+
+seen: set[float] = set()
+
+
+def test_a_fault_in_the_evaluation_beside_the_training_is_raised() -> None:
+    seen.clear()
+    model = replace(simulation(task_factor=Faulty(median=1.0)), bound_episodes=0)
+    assert model.run(SCHEDULE).error == ""
+    with pytest.raises(ExceptionGroup) as raised:
+        model.run(replace(SCHEDULE, evaluation=EvaluationPlan(every=5, num_tasks=1)))
+    assert raised.group_contains(RuntimeError, match="a fault of the program")
+
+
+def test_a_fault_while_the_bound_is_sought_is_raised() -> None:
+    seen.clear()
+    with pytest.raises(RuntimeError, match="a fault of the program"):
+        simulation(task_factor=Faulty(median=1.0)).rollout_alone(replace(SCHEDULE, num_tasks=11))
+
+
+@pytest.mark.timeout(20)
+def test_waits_that_are_too_long_for_the_clock_end_the_simulation() -> None:
+    with pytest.raises(clock.OutOfTime, match="1e\\+07 virtual seconds; give fewer steps, or a `most` to long tails"):
+        simulation(sandbox_s=constant(1e9)).run(SCHEDULE)
+
+
+@pytest.mark.timeout(20)
+def test_late_in_virtual_time_short_replies_still_end() -> None:
+    """After 90 days the clock cannot tell the last millionth of a token."""
+    fast = replace(REPLICA, token_s=1e-5)
+
+    async def main() -> float:
+        await asyncio.sleep(8e6)
+        fleet = SimulatedFleet(fast, 1, "manual")
+        await asyncio.gather(*(fleet.generate(f"s{n}", 10, 1000 + n) for n in range(20)))
+        return asyncio.get_running_loop().time() - 8e6
+
+    assert clock.run(main(), "virtual") == pytest.approx(1019e-5, rel=1e-3)
+
+
+def test_without_a_scored_sample_the_bound_is_beyond_every_step() -> None:
+    model = simulation(sandbox_failure_rate=0.999999)
+    result = model.run(replace(SCHEDULE, steps=1))
+    assert (result.steps, result.error[:7]) == (0, "halted:")
+    assert result.bound_s > 1e9
 
 
 def test_a_policy_that_is_not_modelled_is_refused() -> None:

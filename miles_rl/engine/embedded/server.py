@@ -78,6 +78,7 @@ class EngineServer:
         self._core.notify = notify
 
     async def _on_model_thread(self, function: Callable[[], Any]) -> Any:
+        # bounded: the caller, whose deadline closes the connection, which cancels this
         return await asyncio.wrap_future(self._core.call(function))
 
     async def _abort_request(self, http: web.Request) -> web.Response:
