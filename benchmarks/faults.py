@@ -110,7 +110,7 @@ def trial(folder: Path, fault: str, resume: bool = True) -> Trial:
         done.problems.append(f"ended only {done.after_s:.0f} s after the fault")
     if done.silence_s > MAX_SILENCE_S:
         done.problems.append(f"nothing was heard for {done.silence_s:.0f} s")
-    if not strikes and fault not in ("none", "engine_slow"):
+    if not strikes and fault != "none":
         done.problems.append("the fault did not strike")
     if (run_dir / "ledger.sqlite").exists():
         done.problems += scored_failures(run_dir)

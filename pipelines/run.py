@@ -35,6 +35,8 @@ from pipelines.supervise import Ending
 
 EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 130}
 CONFIG_ERROR = 2
+STRIKE = " fault: "
+"""A fault writes this and what it does into the log, at each strike."""
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +125,9 @@ def execute(plan: Plan, run_dir: Path, overrides: Sequence[str] = ()) -> int:
             log.info("%s", note)
         with make_display(plan, run_dir, plan.config["steps"]) as display:
             ending = _launch(plan, run_dir, display)
+            if plan.fault and ending.status == "success" and STRIKE not in (run_dir / "log.txt").read_text():
+                ending.warnings.append("the fault never struck; give it a higher rate, or an earlier moment")
+                display.note(ending.warnings[-1])
         log.info("run ended: %s %s", ending.status, ending.error or "")
         result = write_result(run_dir, plan, ending, time.monotonic() - begin, overrides)
         report = _report(run_dir)

@@ -19,7 +19,10 @@ class Fault(Protocol):
         ...
 
     def install(self, component: Any) -> None:
-        """Called once in that process, when the stage's component is built and not yet started."""
+        """Called once in that process, when the stage's component is built and not yet started.
+
+        Whenever it strikes afterwards, a line `fault: ...` goes to the log (`strike.struck`).
+        """
         ...
 
 

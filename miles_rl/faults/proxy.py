@@ -22,7 +22,7 @@ class ProxiedReplica:
 
     def __init__(self, inner: Replica, draws: random.Random, delay_s: float, error_rate: float) -> None:
         self._inner, self._draws, self._delay_s, self._error_rate = inner, draws, delay_s, error_rate
-        self._url = ""
+        self._url, self._is_slow = "", False
         application = web.Application(client_max_size=MAX_BODY_BYTES)
         application.router.add_route("*", "/{path:.*}", self._pass_on)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=CLOSE_TIMEOUT_S)
@@ -71,6 +71,9 @@ class ProxiedReplica:
             if self._draws.random() < self._error_rate:
                 struck("status 500 to a generation")
                 return web.json_response({"error": {"message": "injected"}}, status=500)
+            if self._delay_s > 0 and not self._is_slow:
+                self._is_slow = True
+                struck(f"each generation comes {self._delay_s:g} s late from now on")
             await asyncio.sleep(self._delay_s)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_HEADERS}
         body = await request.read()  # bounded: the caller, whose deadline closes the connection
