@@ -22,7 +22,7 @@ class Deadlock(Exception):
     """Nothing can happen any more: everybody waits, and nobody is left who could end a wait. The message says who."""
 
 
-class OutOfTime(Exception):
+class OutOfTime(ValueError):
     """Virtual time came to `LONGEST_S`. The message says what to change."""
 
 
