@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from sandbox_env.task import Task
 
 log = logging.getLogger(__name__)
 SOLVED_REWARD = 1.0
+NAMED_TASKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,39 @@ def paired_change(before: Evaluation, after: Evaluation) -> tuple[float, float, 
     return mean_ci95([after.solve_rates[t] - before.solve_rates[t] for t in shared])
 
 
+class Progress:
+    """How far an evaluation that still runs has come: episodes that ended, for the display."""
+
+    def __init__(self, version: int, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.version, self._total, self._clock = version, total, clock
+        self._begin_s = clock()
+        self._done, self._scored, self._solved, self._infra_failures = 0, 0, 0, 0
+
+    def attempt_failed(self) -> None:
+        """Infrastructure failed an episode, which may be played again."""
+        self._infra_failures += 1
+
+    def ended(self, episode: FinishedEpisode) -> None:
+        """The last attempt of an episode is over."""
+        self._done += 1
+        if episode.result.outcome is Outcome.SCORED and episode.result.reward is not None:
+            self._scored += 1
+            self._solved += episode.result.reward >= SOLVED_REWARD
+
+    def figures(self, running: int) -> dict[str, Any]:
+        """With `running` episodes in flight, each taken as half done; `left_s` is None until one has ended."""
+        played = self._done + running / 2
+        pace_s = (self._clock() - self._begin_s) / played if self._done else None
+        return {
+            "version": self.version,
+            "done": self._done,
+            "total": self._total,
+            "solve_rate": self._solved / self._scored if self._scored else None,
+            "infra_failures": self._infra_failures,
+            "left_s": None if pace_s is None else pace_s * (self._total - played),
+        }
+
+
 class Evaluator:
     """Component of the stage `eval`."""
 
@@ -120,7 +154,9 @@ class Evaluator:
         self._slots = asyncio.Semaphore(concurrency)
         self._agent, self._run_dir = agent, Path(run_dir)
         self._running = 0
+        self._progress: Progress | None = None
         self._last: Evaluation | None = None
+        self._problem = ""
 
     @staticmethod
     def describe(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,24 +180,33 @@ class Evaluator:
 
         Raises `TimeoutError` after `timeout_s`, and `RuntimeError` if a task has no episode that was scored.
         """
-        started, retries = time.time(), iter(range(self._max_retries))
-        limit = deadline("stages.eval.run.timeout_s", self._timeout_s, "the evaluation")
-        async with limit, asyncio.TaskGroup() as group:
-            plays = [
-                group.create_task(self._play(task, i, version, retries))
-                for task in self._tasks
-                for i in range(self._num_samples)
-            ]
-        episodes = [play.result() for play in plays]  # bounded: they are done
-        self._recorder.flush()
-        self._last = self._summarise(episodes, version, started)
+        started = time.time()
+        self._progress = progress = Progress(version, len(self._tasks) * self._num_samples)
+        try:
+            episodes = await self._play_all(progress)
+            self._recorder.flush()
+            self._last = self._summarise(episodes, version, started)
+        except Exception as error:
+            self._problem = f"evaluation of version {version} failed: {error}"
+            raise
+        finally:
+            self._progress = None
         return self._last
 
     async def status(self) -> Mapping[str, Any]:
-        """Figures for the display."""
-        figures: dict[str, Any] = {"running": self._running}
+        """Figures for the display: the last evaluation, `now` of one that still runs, `problem` of one that failed."""
+        figures: dict[str, Any] = {"running": self._running, "problem": self._problem}
         if self._last is not None:
-            figures |= {"solve_rate": self._last.solve_rate, "ci95": self._last.ci95, "version": self._last.version}
+            figures |= {
+                "solve_rate": self._last.solve_rate,
+                "ci95": self._last.ci95,
+                "version": self._last.version,
+                "took_s": self._last.finished_s - self._last.started_s,
+                "episodes": len(self._tasks) * self._num_samples,
+                "failed": self._last.failed,
+            }
+        if self._progress is not None:
+            figures["now"] = self._progress.figures(self._running)
         return figures
 
     async def stop(self) -> None:
@@ -170,20 +215,33 @@ class Evaluator:
             await asyncio.to_thread(self._recorder.close)  # bounded: by the recorder's own deadline
             await self._client.close()
 
-    async def _play(self, task: Task, index: int, version: int, retries: Iterator[int]) -> FinishedEpisode:
+    async def _play_all(self, progress: Progress) -> list[FinishedEpisode]:
+        retries = iter(range(self._max_retries))
+        limit = deadline("stages.eval.run.timeout_s", self._timeout_s, "the evaluation")
+        async with limit, asyncio.TaskGroup() as group:
+            plays = [
+                group.create_task(self._play(task, i, progress, retries))
+                for task in self._tasks
+                for i in range(self._num_samples)
+            ]
+        return [play.result() for play in plays]  # bounded: they are done
+
+    async def _play(self, task: Task, index: int, progress: Progress, retries: Iterator[int]) -> FinishedEpisode:
         """One episode, played again while infrastructure fails it, the count allows it and `retries` has one left."""
         async with self._slots:  # bounded: timeout_s of the evaluation
             self._running += 1
             try:
                 for attempt in range(self._max_attempts):
-                    sample_id = f"e{version}.{task.name}.{index}.{attempt}"
+                    sample_id = f"e{progress.version}.{task.name}.{index}.{attempt}"
                     episode = await self._runner.run(task, sample_id)
-                    self._recorder.record(episode.record(kind="eval", version=version, attempt=attempt))
+                    self._recorder.record(episode.record(kind="eval", version=progress.version, attempt=attempt))
                     if not episode.result.outcome.is_infra_failure:
                         break
+                    progress.attempt_failed()
                     log.warning("%s: %s: %s", sample_id, episode.result.outcome, episode.result.detail)
                     if attempt + 1 < self._max_attempts and next(retries, None) is None:
                         break
+                progress.ended(episode)
                 return episode
             finally:
                 self._running -= 1
@@ -200,9 +258,11 @@ class Evaluator:
         if missing := [name for name, values in solved.items() if not values]:
             causes = Counter(f"{e.result.outcome}: {e.result.detail}" for e in episodes if e.task.name in missing)
             ((cause, count),) = causes.most_common(1)
+            num_more = len(missing) - NAMED_TASKS
+            named = ", ".join(missing[:NAMED_TASKS]) + (f" and {num_more} more" if num_more > 0 else "")
             raise RuntimeError(
-                f"eval: no episode of {', '.join(missing[:5])} was scored; {count} of {causes.total()} ended with"
-                f" {cause}; see episodes and log.txt"
+                f"eval: of {len(missing)} of {len(solved)} tasks ({named}) no episode was scored for version {version};"
+                f" {count} of {causes.total()} ended with {cause}; see episodes and log.txt"
             )
         rates = {name: sum(values) / len(values) for name, values in solved.items()}
         mean, low, high = mean_ci95(list(rates.values()))

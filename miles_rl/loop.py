@@ -64,7 +64,8 @@ class TrainingLoop:
         self._version = 0
         self._phase = "starting"
         self._metrics: dict[str, float] = {}
-        self._evaluated: set[int] = set()
+        self._evaluations: dict[int, dict[str, float]] = {}
+        self._first_step: int | None = None
         self._before: Evaluation | None = None
         self._background: asyncio.Task[Evaluation] | None = None
 
@@ -87,7 +88,8 @@ class TrainingLoop:
             self._before = Evaluation.from_dict(initial["before"])
             for step, metrics in self._writer.carry(Path(initial["run_dir"]), self._version):
                 self._metrics |= metrics
-                self._evaluated |= {step} if "eval/solve_rate" in metrics else set()
+                if "eval/solve_rate" in metrics:
+                    self._evaluations[step] = metrics
         # bounded: by stages.trainer.start_timeout_s, like every start
         await asyncio.to_thread(self.trainer.load, initial["model_dir"], initial.get("checkpoint_dir"))
         self._phase = "ready"
@@ -95,29 +97,43 @@ class TrainingLoop:
     async def run(self) -> Mapping[str, Any]:
         """Train for `steps` optimizer steps. Returns the metrics of the run."""
         if self._before is None:
-            self._before = await self._evaluate("evaluating before")
+            self._before = await self._evaluate("evaluating before training")
             self._log_evaluation(self._before)
             if self._checkpoint_every:
                 await self._checkpoint()
-        elif self._version not in self._evaluated:
+        elif self._version not in self._evaluations:
             self._evaluate_if_due()  # the run that is resumed ended before this evaluation did
+        self._first_step = self._version
         while self._version < self._steps:
             await self._step()
             self._evaluate_if_due()
             if self._checkpoint_every and self._version % self._checkpoint_every == 0:
                 await self._checkpoint()
+        self._phase = "ending the rollouts"
         async with self._deadline("the end of the rollouts"):
             await self._rollout.finish()
+        self._phase = "waiting for an evaluation"
         if self._background is not None:
             await asyncio.wait([self._background])  # bounded: an evaluation has its deadline
-        after = await self._evaluate("evaluating after")
+        after = await self._evaluate("evaluating after training")
         self._log_evaluation(after)
         self._phase = "done"
         return self._summary(self._before, after)
 
     async def status(self) -> Mapping[str, Any]:
-        """Figures for the display."""
-        return {"step": self._version, "steps": self._steps, "phase": self._phase, "metrics": self._metrics}
+        """Figures for the display.
+
+        `first_step` is the version at which this run began to train, after a resume not 0; None before it did.
+        `evaluations` are all that are known, in order of version, also those that a resumed run took over.
+        """
+        return {
+            "step": self._version,
+            "first_step": self._first_step,
+            "steps": self._steps,
+            "phase": self._phase,
+            "metrics": self._metrics,
+            "evaluations": [_shown(version, self._evaluations[version]) for version in sorted(self._evaluations)],
+        }
 
     async def stop(self) -> None:
         """Give up a background evaluation and close the metrics."""
@@ -219,6 +235,8 @@ class TrainingLoop:
             self._log_evaluation(task.result())  # bounded: it is done
 
     def _log_evaluation(self, evaluation: Evaluation) -> None:
+        """Known now, but it speaks for the version that it was begun with: later steps may be written already."""
+        self._evaluations[evaluation.version] = evaluation.metrics()
         self._write(evaluation.metrics(), evaluation.version)
 
     def _write(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -239,6 +257,12 @@ class TrainingLoop:
             "eval/num_tasks": len(after.solve_rates),
             "eval/failed": before.failed + after.failed,
         }
+
+
+def _shown(version: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+    """An evaluation's metrics as the display takes them."""
+    ends = [metrics.get(f"eval/solve_rate_ci95_{end}") for end in ("low", "high")]
+    return {"version": version, "solve_rate": metrics["eval/solve_rate"], "ci95": ends}
 
 
 def _beyond(path: str, seconds: float, what: str) -> AbstractAsyncContextManager[None]:

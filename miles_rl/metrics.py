@@ -24,10 +24,14 @@ class MetricsWriter:
     """Appends figures to `metrics.jsonl` and `tensorboard/` of a run folder, on disk before a write returns.
 
     `metrics.jsonl` holds one JSON object per line: `step`, `time_s` (seconds since the epoch) and the metrics under
-    their flat names. Several lines may carry the same step (training and evaluation, or a step that was redone after
-    a resume): a reader merges them, the later line wins key by key. JSON has no word for nan and infinity, so such a
-    metric is null and its value stands as text under `non_finite`: `{"train/loss": null, "non_finite":
-    {"train/loss": "nan"}}`. TensorBoard gets the value itself.
+    their flat names. JSON has no word for nan and infinity, so such a metric is null and its value stands as text under
+    `non_finite`: `{"train/loss": null, "non_finite": {"train/loss": "nan"}}`. TensorBoard gets the value itself.
+
+    Lines are in the order in which their figures became known: whoever follows a run only reads on. `step` is the
+    version of the weights that the figures speak for. An evaluation of version v goes on beside the training, so its
+    line may stand behind those of later steps. Training steps among themselves, and evaluations among themselves, are
+    in order of `step`. Whoever draws curves sorts by `step`. Several lines may carry the same step (training and
+    evaluation, or a step that was redone after a resume): a reader merges them, the later line wins key by key.
 
     One process writes one run folder. A line that a killed process left torn is closed off, and skipped by readers.
     Raises `ValueError` for a metric name that is reserved or empty, `OSError` when the folder cannot be written.
