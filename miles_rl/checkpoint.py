@@ -56,7 +56,8 @@ class Checkpoint:
     @property
     def run_dir(self) -> Path:
         """The folder of the run that wrote it; the checkpoint itself if it was copied away from its run."""
-        return self.path.parents[1] if self.path.parent.name == FOLDER else self.path
+        path = self.path.absolute()
+        return path.parents[1] if path.parent.name == FOLDER else path
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
@@ -188,6 +189,7 @@ def _remove(path: Path) -> None:
 
 def _offer(torn: Path) -> str:
     """The newest whole checkpoint that is older than `torn`, as the user would write it."""
+    torn = torn if torn.parent.name else torn.absolute()
     steps = _steps(torn.parent.parent) if torn.parent.name == FOLDER and _STEP.fullmatch(torn.name) else []
     for path in reversed([p for p in steps if _version(p) < _version(torn)]):
         with contextlib.suppress(CheckpointError):
@@ -198,8 +200,9 @@ def _offer(torn: Path) -> str:
 
 def _without_any(run_dir: Path) -> str:
     """What to do about a run that saved nothing, or a folder that is none of a run."""
-    if run_dir.name == FOLDER and _steps(run_dir.parent):
-        return f"it holds those of a run: resume={run_dir.parent}"
+    above = run_dir.parent if run_dir.name else run_dir.absolute().parent
+    if run_dir.absolute().name == FOLDER and _steps(above):
+        return f"it holds those of a run: resume={above}"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         before = yaml.safe_load((run_dir / "resolved.yaml").read_text())["resume"]
         if before is not None:

@@ -156,7 +156,6 @@ class Evaluator:
         self._running = 0
         self._progress: Progress | None = None
         self._last: Evaluation | None = None
-        self._problem = ""
 
     @staticmethod
     def describe(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,16 +185,13 @@ class Evaluator:
             episodes = await self._play_all(progress)
             self._recorder.flush()
             self._last = self._summarise(episodes, version, started)
-        except Exception as error:
-            self._problem = f"evaluation of version {version} failed: {error}"
-            raise
         finally:
             self._progress = None
         return self._last
 
     async def status(self) -> Mapping[str, Any]:
-        """Figures for the display: the last evaluation, `now` of one that still runs, `problem` of one that failed."""
-        figures: dict[str, Any] = {"running": self._running, "problem": self._problem}
+        """Figures for the display: the last evaluation and, as `now`, how far one has come that still runs."""
+        figures: dict[str, Any] = {"running": self._running}
         if self._last is not None:
             figures |= {
                 "solve_rate": self._last.solve_rate,
@@ -261,8 +257,8 @@ class Evaluator:
             num_more = len(missing) - NAMED_TASKS
             named = ", ".join(missing[:NAMED_TASKS]) + (f" and {num_more} more" if num_more > 0 else "")
             raise RuntimeError(
-                f"eval: of {len(missing)} of {len(solved)} tasks ({named}) no episode was scored for version {version};"
-                f" {count} of {causes.total()} ended with {cause}; see episodes and log.txt"
+                f"eval: version {version}: no episode was scored of {len(missing)} of {len(solved)} tasks ({named});"
+                f" {count} of {causes.total()} episodes ended with {cause}; see log.txt"
             )
         rates = {name: sum(values) / len(values) for name, values in solved.items()}
         mean, low, high = mean_ci95(list(rates.values()))

@@ -66,6 +66,7 @@ class TrainingLoop:
         self._metrics: dict[str, float] = {}
         self._evaluations: dict[int, dict[str, float]] = {}
         self._first_step: int | None = None
+        self._problem = ""
         self._before: Evaluation | None = None
         self._background: asyncio.Task[Evaluation] | None = None
 
@@ -125,6 +126,7 @@ class TrainingLoop:
 
         `first_step` is the version at which this run began to train, after a resume not 0; None before it did.
         `evaluations` are all that are known, in order of version, also those that a resumed run took over.
+        `problem` is what went wrong last without ending the run.
         """
         return {
             "step": self._version,
@@ -132,6 +134,7 @@ class TrainingLoop:
             "steps": self._steps,
             "phase": self._phase,
             "metrics": self._metrics,
+            "problem": self._problem,
             "evaluations": [_shown(version, self._evaluations[version]) for version in sorted(self._evaluations)],
         }
 
@@ -230,7 +233,8 @@ class TrainingLoop:
         if task.cancelled():
             return
         if (error := task.exception()) is not None:
-            log.error("evaluation failed: %s", error)
+            self._problem = f"an evaluation failed, the run goes on: {error}"
+            log.error("%s", self._problem)
         else:
             self._log_evaluation(task.result())  # bounded: it is done
 

@@ -14,7 +14,7 @@ import yaml
 from pipelines.origin import children, dotted
 from pipelines.wording import interval, number
 
-NOT_A_CHOICE = ("name", "seed", "run_dir", "plan_only", "resume")
+NOT_A_CHOICE = ("name", "seed", "run_dir", "plan_only", "resume", "resume_changed")
 
 Values = tuple[str | None, ...]
 """One value per run, None where a run has none."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import functools
 import logging
 import os
@@ -23,10 +22,11 @@ from typing import Any, cast
 
 import pipelines
 from pipelines.host import Failure, HostSettings, StageHost
+from pipelines.lock import LOCK_FILE, hold, holder
 from pipelines.observer import Observer
 from pipelines.plan import Plan, PlannedStage
 from pipelines.processes import Offspring
-from pipelines.stacks import FOLDER, Watch, tidy
+from pipelines.stacks import FOLDER, Watch
 from pipelines.stage import StageError, StageTimeout
 from pipelines.supervise import Ending, Interrupts, Supervisor
 
@@ -48,7 +48,6 @@ _DUMP_TIMEOUT_S = 2.0
 _EXIT_GRACE_S = 10.0
 _SHUTDOWN_TIMEOUT_S = 30.0
 _SESSION_PREFIX = "miles-ray-"
-_LOCK_FILE = "lock"
 _GUARD_TIMEOUT_S = 15.0
 
 
@@ -154,13 +153,12 @@ def remove_dead_sessions(temp_dir: Path) -> None:
     One without a lock is just being made, or was being removed; its name tells by which process.
     """
     for folder in temp_dir.glob(f"{_SESSION_PREFIX}*"):
-        with contextlib.suppress(OSError, ValueError):
-            try:
-                with (folder / _LOCK_FILE).open() as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except FileNotFoundError:
-                if Path(f"/proc/{int(folder.name.removeprefix(_SESSION_PREFIX).split('-')[0])}").exists():
-                    continue
+        if (folder / LOCK_FILE).exists():
+            used = holder(folder) is not None
+        else:
+            maker = folder.name.removeprefix(_SESSION_PREFIX).split("-")[0]
+            used = not maker.isdigit() or Path(f"/proc/{maker}").exists()
+        if not used:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -169,8 +167,8 @@ def session(cluster: Mapping[str, Any]) -> Generator[None]:
     """A private Ray for the time of a `with`. `cluster` is the config group of that name."""
     remove_dead_sessions(Path(cluster["temp_dir"]))
     folder = Path(tempfile.mkdtemp(prefix=f"{_SESSION_PREFIX}{os.getpid()}-", dir=cluster["temp_dir"]))
-    lock = (folder / _LOCK_FILE).open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)  # until this process ends, however it ends
+    lock = contextlib.ExitStack()
+    lock.enter_context(hold(folder))  # until this process ends, however it ends
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(folder)]
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     token = folder / "token"
@@ -240,7 +238,6 @@ def launch(plan: Plan, run_dir: Path, observer: Observer) -> Ending:
         ending = asyncio.run(_launch(plan, run_dir, observer))
     finally:
         killed = offspring.end(_EXIT_GRACE_S)
-        tidy(run_dir / FOLDER)
     for command in killed:
         ending.warnings.append(f"a process was left over and was killed: {command}")
         observer.note(ending.warnings[-1])

@@ -13,7 +13,10 @@ from pipelines.errors import show
 from pipelines.plan import Plan, PlannedStage
 
 _FILE_WIDTH = 120
-_OUTPUTS = "result.json metrics.jsonl report.html log.txt resolved.yaml plan.txt episodes/ checkpoints/ tensorboard/"
+_OUTPUTS = (
+    "result.json metrics.jsonl report.html ledger.sqlite log.txt resolved.yaml plan.txt episodes/ checkpoints/"
+    " tensorboard/"
+)
 
 
 def render(plan: Plan) -> RenderableType:

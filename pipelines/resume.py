@@ -1,4 +1,4 @@
-"""Going on from an earlier run: with its own command line, and not with another config unless that is wanted.
+"""Going on from an earlier run: with its own command line, once at a time, and not with another config by accident.
 
 A run saves the overrides of its command line in `overrides.json`. `resume=RUN` puts them before those that are given
 now, so that nothing has to be repeated, and compares what comes out with the `resolved.yaml` of that run.
@@ -6,8 +6,9 @@ now, so that nothing has to be repeated, and compares what comes out with the `r
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 
 from pipelines.errors import ConfigError, Problem, show
+from pipelines.lock import Busy, Holder, hold, holder
 from pipelines.origin import Path as KeyPath
 from pipelines.origin import children, origin
 
@@ -30,6 +32,7 @@ _MAX_LINES = 20
 _MAX_CHARS = 36
 _ABSENT = "(absent)"
 _RUN_DIR = "RUN_DIR"
+_TAKEN = "holds another run; give a new folder"
 
 
 def resume_of(words: Sequence[str]) -> str | None:
@@ -74,6 +77,46 @@ def read_overrides(resume: Path) -> list[str] | None:
         remedy = f"cannot be read ({show(error)}); remove it, and repeat the overrides of that run by hand"
         raise ConfigError([Problem("resume", path, remedy)]) from None
     return cast(list[str], saved)
+
+
+def refuse_running(resume: str | None) -> None:
+    """Raises `ConfigError` if the run that `resume` names is still going on, in its own folder or resumed in another's.
+
+    A copy of a checkpoint, outside its run, can be gone on from as often as one likes.
+    """
+    if resume and (found := holder(_run_folder(Path(resume)))) is not None:
+        raise _still_going(resume, found)
+
+
+def refuse_taken(run_dir: Path) -> None:
+    """Raises `ConfigError` if `run_dir` is the folder of another run."""
+    if (run_dir / CONFIG_FILE).exists():
+        raise ConfigError([Problem("run_dir", run_dir, _TAKEN)])
+
+
+@contextlib.contextmanager
+def alone(run_dir: Path, resume: str | None) -> Generator[None]:
+    """Make `run_dir` and hold it, and hold the run that is resumed, for the time of a `with`.
+
+    Raises `ConfigError` if another process came first.
+    """
+    with contextlib.ExitStack() as held:
+        if resume:
+            try:
+                held.enter_context(hold(_run_folder(Path(resume)), str(run_dir), make=False))
+            except Busy as busy:
+                raise _still_going(resume, busy.holder) from None
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            held.enter_context(hold(run_dir))
+        except Busy:
+            raise ConfigError([Problem("run_dir", run_dir, _TAKEN)]) from None
+        except OSError as error:
+            reason = (error.strerror or "it cannot be made").lower()
+            remedy = f"{reason}: give a folder that can be written"
+            raise ConfigError([Problem("run_dir", error.filename or run_dir, remedy)]) from None
+        refuse_taken(run_dir)
+        yield
 
 
 def check_resumed(config: Mapping[str, Any], raw: Mapping[str, Any], multirun: bool) -> list[str]:
@@ -141,6 +184,13 @@ def _placeless(node: Any, run_dir: str) -> Any:
     if isinstance(node, list | tuple):
         return [_placeless(child, run_dir) for child in cast(Sequence[Any], node)]
     return node
+
+
+def _still_going(resume: str, found: Holder) -> ConfigError:
+    where = f"pid {'unknown' if found.pid is None else found.pid}"
+    there = f" in {found.elsewhere}" if found.elsewhere else ""
+    remedy = f"this run is still going on ({where}){there}; wait for its end or stop it"
+    return ConfigError([Problem("resume", resume, remedy)])
 
 
 def _no_sweep(resume: str) -> ConfigError:

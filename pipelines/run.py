@@ -11,7 +11,10 @@ import importlib
 import json
 import logging
 import os
+import secrets
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,13 +32,16 @@ from pipelines.observer import Observer
 from pipelines.origin import resolve
 from pipelines.plan import Plan, make_plan
 from pipelines.result import write_atomic, write_config, write_result
-from pipelines.resume import OVERRIDES_FILE, check_resumed, with_saved_overrides
+from pipelines.resume import OVERRIDES_FILE, alone, check_resumed, refuse_running, refuse_taken, with_saved_overrides
 from pipelines.say import say
 from pipelines.supervise import Ending
 
 EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 130}
 CONFIG_ERROR = 2
-STRIKE = " fault: "
+ASIDE = "MILES_SWEEP_DIR"
+"""Names the folder where Hydra notes a sweep and makes one for each of its runs. It is removed: a run's own says more,
+and planning leaves nothing."""
+STRIKE = "strike: fault: "
 """A fault writes this and what it does into the log, at each strike."""
 
 log = logging.getLogger(__name__)
@@ -44,6 +50,7 @@ log = logging.getLogger(__name__)
 def main() -> None:
     """Compose the config of the command line and run it; with `-m` run each of the sweep's, one after the other."""
     codes: list[int] = []
+    configs: list[DictConfig] = []
     try:
         sys.argv[1:] = with_saved_overrides(sys.argv[1:])
     except ConfigError as error:
@@ -51,9 +58,15 @@ def main() -> None:
         sys.exit(CONFIG_ERROR)
     full_errors = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing, and we print one line
+    aside = Path(tempfile.gettempdir()) / f"miles-sweep-{secrets.token_hex(8)}"
+    os.environ[ASIDE] = str(aside)
 
     @hydra.main(version_base="1.3", config_path="../conf", config_name="run")
     def job(config: DictConfig) -> None:
+        shutil.rmtree(aside, ignore_errors=True)
+        if configs:
+            OmegaConf.copy_cache(configs[0], config)  # one stamp for all runs of a sweep
+        configs.append(config)
         codes.append(run(config))
         if codes[-1] == EXIT_CODES["interrupted"]:
             sys.exit(codes[-1])  # ends a sweep too
@@ -67,52 +80,54 @@ def main() -> None:
         print(problem.line, file=sys.stderr)
         codes.append(CONFIG_ERROR)
     finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        os.environ.pop(ASIDE)
         os.environ.pop("HYDRA_FULL_ERROR")
         os.environ.update({"HYDRA_FULL_ERROR": full_errors} if full_errors else {})
     sys.exit(max(codes, default=0))
 
 
 def run(config: DictConfig) -> int:
-    """Run one composed config. Returns the exit code."""
-    run_dir = Path(HydraConfig.get().runtime.output_dir).absolute()
-    overrides = cast(list[str], OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False))
+    """Run one composed config. Returns the exit code. Nothing is on the disk before it is known that it can run."""
+    hydra_config = HydraConfig.get()
+    number = (str(hydra_config.job.num),) if hydra_config.mode is RunMode.MULTIRUN else ()
+    run_dir = Path(config.run_dir, *number).absolute()
+    overrides = cast(list[str], OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
     OmegaConf.update(config, "run_dir", str(run_dir))
-    try:
-        plan = planned(config, run_dir)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        _remove_folders_of_hydra(run_dir)
-        return CONFIG_ERROR
-    if plan.config["plan_only"]:
-        plan_text.show_plan(plan)
-        _remove_folders_of_hydra(run_dir)
-        return 0
-    write_atomic(run_dir / OVERRIDES_FILE, json.dumps(list(overrides), indent=1) + "\n")
-    write_config(run_dir, plan.config)
-    write_atomic(run_dir / "plan.txt", plan_text.plain(plan))
-    return execute(plan, run_dir, overrides)
-
-
-def _remove_folders_of_hydra(run_dir: Path) -> None:
-    """Planning leaves nothing: Hydra made the run's folder, those above it, and the list of a sweep."""
-    if HydraConfig.get().mode is RunMode.MULTIRUN and not any(run_dir.parent.glob("*/resolved.yaml")):
-        (run_dir.parent / "multirun.yaml").unlink(missing_ok=True)
-    inside = [folder for folder in run_dir.parents if folder.is_relative_to(Path.cwd()) and folder != Path.cwd()]
-    with contextlib.suppress(OSError):  # the first that is not empty ends it
-        for folder in (run_dir, *inside):
-            folder.rmdir()
+    with contextlib.ExitStack() as held:
+        try:
+            plan = planned(config, run_dir)
+            if plan.config["plan_only"]:
+                plan_text.show_plan(plan)
+                return 0
+            held.enter_context(alone(run_dir, plan.config["resume"]))
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return CONFIG_ERROR
+        write_atomic(run_dir / OVERRIDES_FILE, json.dumps(list(overrides), indent=1) + "\n")
+        write_config(run_dir, plan.config)
+        write_atomic(run_dir / "plan.txt", plan_text.plain(plan))
+        return execute(plan, run_dir, overrides)
 
 
 def planned(config: DictConfig, run_dir: Path) -> Plan:
     """The checked plan. Raises `ConfigError`."""
     choices = {group: option for group, option in HydraConfig.get().runtime.choices.items() if "hydra/" not in group}
     resolved, raw = resolve(config)
+    refuse_running(resolved["resume"])
+    refuse_taken(run_dir)
+    _refuse_unwritable(run_dir)
     plan = make_plan(resolved, raw, choices=choices)
     changed = check_resumed(resolved, raw, multirun=HydraConfig.get().mode is RunMode.MULTIRUN)
-    plan = dataclasses.replace(plan, notes=(*plan.notes, *changed))
-    if (run_dir / "resolved.yaml").exists():
-        raise ConfigError([Problem("run_dir", run_dir, "holds another run; give a new folder")])
-    return plan
+    return dataclasses.replace(plan, notes=(*plan.notes, *changed))
+
+
+def _refuse_unwritable(run_dir: Path) -> None:
+    """What can be seen of that without making the folder."""
+    nearest = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        reason = "permission denied" if nearest.is_dir() else "not a directory"
+        raise ConfigError([Problem("run_dir", run_dir, f"{reason}: give a folder that can be written")])
 
 
 def execute(plan: Plan, run_dir: Path, overrides: Sequence[str] = ()) -> int:

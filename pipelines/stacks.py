@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import fcntl
 import linecache
 import logging
 import os
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pipelines.processes import below
 
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 FOLDER = "stacks"
 MAX_FILES = 20
 """Of one stage in one run: a run that is stuck again and again must not fill the disk."""
+_SILENT_NAME = "stacks"
+_SILENT_LINK = f"/memfd:{_SILENT_NAME} "
 _REPEAT_S = 10.0
 _MAX_DEPTH = 50
 _MAX_WAITED_CHARS = 300
@@ -47,8 +51,7 @@ class Watch:
         self._latest: tuple[float, Path] | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        folder.mkdir(parents=True, exist_ok=True)
-        self._silent = _silent_file(folder, stage).open("wb", buffering=0)
+        self._silent = _silent_file()
         self._turn()
         threading.Thread(target=self._look, name="watch of the event loop", daemon=True).start()
 
@@ -57,8 +60,8 @@ class Watch:
         self._closed.set()
         self._timer.cancel()
         faulthandler.cancel_dump_traceback_later()
+        self._claim()
         self._silent.close()
-        claim_silent(self._folder, self._stage)
 
     def dump(self, reason: str, error: BaseException | None = None) -> Path | None:
         """Write where everything stands; `error` with the places that it came through. None if there are too many.
@@ -77,12 +80,16 @@ class Watch:
     def _turn(self) -> None:
         """Called by the loop itself, as long as it turns."""
         self._turned = time.monotonic()
-        if os.fstat(self._silent.fileno()).st_size:
-            self._silent.close()
-            claim_silent(self._folder, self._stage)
-            self._silent = _silent_file(self._folder, self._stage).open("wb", buffering=0)
+        self._claim()
         faulthandler.dump_traceback_later(self._stall_s + 2 * self._tick_s, file=self._silent)
         self._timer = self._loop.call_later(self._tick_s, self._turn)
+
+    def _claim(self) -> None:
+        """Give what the timer of C wrote, if it did, a file in the run's folder."""
+        if size := os.fstat(self._silent.fileno()).st_size:
+            text = os.pread(self._silent.fileno(), size, 0)
+            os.ftruncate(self._silent.fileno(), 0)
+            _write_silent(self._folder, self._stage, text)
 
     def _look(self) -> None:
         """The thread beside the loop. It writes before the timer of C does, unless it cannot run either."""
@@ -124,37 +131,39 @@ def write(folder: Path, stage: str, text: str) -> Path | None:
     return None
 
 
-def claim_silent(folder: Path, stage: str) -> Path | None:
-    """Give what the timer of C wrote for `stage` a name of its own. None if it wrote nothing."""
-    silent = _silent_file(folder, stage)
+def _write_silent(folder: Path, stage: str, text: bytes) -> Path | None:
+    head = f"stage '{stage}': native code held Python's lock, and no thread could run\n\n"
+    return write(folder, stage, head + text.decode(errors="replace"))
+
+
+def claim_silent(folder: Path, stage: str, pid: int) -> Path | None:
+    """The same for another process, which cannot do it itself. None if its timer of C wrote nothing."""
     with contextlib.suppress(OSError):
-        text = silent.read_text(errors="replace")
-        silent.unlink()
-        if text:
-            head = f"stage '{stage}': native code held Python's lock, and no thread could run\n\n"
-            return write(folder, stage, head + text)
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # it was closed in this moment
+                if os.readlink(link).startswith(_SILENT_LINK) and (text := link.read_bytes()):
+                    os.truncate(link, 0)
+                    return _write_silent(folder, stage, text)
     return None
 
 
 def of_mute(folder: Path, stage: str, pid: int, reason: str) -> list[Path]:
     """Files about a process that does not answer: the newest that it wrote itself, and what the kernel tells of it."""
-    claimed = claim_silent(folder, stage)
+    claimed = claim_silent(folder, stage, pid)
     known = [path for n in range(1, MAX_FILES + 1) if (path := folder / f"{stage}-{n}.txt").exists()]
     told = "\n".join([f"stage '{stage}', process {pid}, seen from outside: {reason}", "", *_seen_from_outside(pid)])
     return [path for path in (claimed or (known[-1] if known else None), write(folder, stage, told + "\n")) if path]
 
 
-def tidy(folder: Path) -> None:
-    """Name what the timers of C wrote, and remove the folder if nothing is in it. For when all processes are gone."""
-    for silent in folder.glob(".*.silent"):
-        claim_silent(folder, silent.stem.removeprefix("."))
-    with contextlib.suppress(OSError):
-        folder.rmdir()
-
-
-def _silent_file(folder: Path, stage: str) -> Path:
-    """What the timer of C writes into. It is open all the time, for with Python's lock held nobody can open one."""
-    return folder / f".{stage}.silent"
+def _silent_file() -> IO[bytes]:
+    """What the timer of C writes into. It is open all the time, for with Python's lock held nobody can open one; it has
+    no name, so that nothing is left of it when the process is killed.
+    """
+    if not hasattr(os, "memfd_create"):
+        return tempfile.TemporaryFile("a+b", buffering=0)
+    descriptor = os.memfd_create(_SILENT_NAME)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)  # whoever read it may empty it
+    return os.fdopen(descriptor, "wb", buffering=0)
 
 
 def _origins(error: BaseException) -> Iterator[str]:

@@ -243,9 +243,10 @@ class Supervisor:
         return [] if path is None else [path]
 
     async def _stop_all(self) -> None:
+        ended = {name for name in self._mute if self._end_by_force(name)}
         for stage in reversed(self._plan.stages):
             host = self._hosts.get(stage.name)
-            if host is None:
+            if host is None or stage.name in ended:
                 continue
             self._observer.stage(stage.name, "stopping")
             mute = stage.name in self._mute
@@ -255,19 +256,25 @@ class Supervisor:
             except TimeoutError:
                 late = f"stage '{stage.name}' did not stop within {limit_s:g} s"
                 files = [] if mute else await self._stacks_of(stage.name, late)
-                if mute:
-                    self._end_by_force(host)
                 self._warn("; stacks in ".join([late, *(str(path) for path in files[:1])]))
             except StageError as error:
                 if not (self._ending.error or "").startswith(str(error)):
                     self._warn(f"while stopping: {error}")
             self._observer.stage(stage.name, "down")
 
-    def _end_by_force(self, host: Host) -> None:
-        """A process that answers nothing, stopped or stuck in native code, would also keep Ray waiting."""
-        if host.pid in below(os.getpid()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(host.pid, signal.SIGKILL)
+    def _end_by_force(self, name: str) -> bool:
+        """End a process that answers nothing, stopped or stuck in native code. False if it is of another machine.
+
+        Before the others are stopped: they would wait for what they asked of it, and so would Ray.
+        """
+        pid = self._placed[name].pid
+        if pid is None or pid not in below(os.getpid()):
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        self._warn(f"stage '{name}' answered nothing and was killed")
+        self._observer.stage(name, "down")
+        return True
 
     def _warn(self, line: str) -> None:
         self._ending.warnings.append(line)

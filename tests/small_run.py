@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from pipelines.plan import Plan, make_plan
+from pipelines.resume import alone
 from pipelines.run import execute
 from pipelines.schema import GROUPS
 
@@ -56,4 +57,6 @@ def small_plan(run_dir: Path, mode: str = "work") -> Plan:
 
 
 if __name__ == "__main__":
-    sys.exit(execute(small_plan(Path(sys.argv[1]), sys.argv[2]), Path(sys.argv[1])))
+    with alone(Path(sys.argv[1]), None):
+        code = execute(small_plan(Path(sys.argv[1]), sys.argv[2]), Path(sys.argv[1]))
+    sys.exit(code)

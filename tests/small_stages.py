@@ -138,7 +138,7 @@ class Worker:
             sleeps_in_the_loop()
         if self._mode == "late":
             await ends_by_a_deadline(self._source)
-        if self._mode in ("waits", "sick"):
+        if self._mode in ("waits", "sick", "asks at the end"):
             await asyncio.sleep(600)
         total = 0.0
         for step in range(1, self._steps + 1):
@@ -170,6 +170,8 @@ class Worker:
             file.write("worker stop\n")
         if self._mode == "stop hangs":
             await asyncio.sleep(600)
+        if self._mode == "asks at the end":
+            await self._source.next()
         if self._mode == "leaves a child":
             subprocess.Popen(["sleep", "600"], start_new_session=True)
 

@@ -70,14 +70,15 @@ class _FaultyProvider:
         if self._fault.strikes_create():
             struck(f"a sandbox of {task.name} is not made")
             raise SandboxError(f"{task.name}: injected: the sandbox could not be made")
-        return _FaultySandbox(await self._inner.create(task), self._fault)
+        return _FaultySandbox(await self._inner.create(task), self._fault, task.name)
 
 
 class _FaultySandbox:
     """A sandbox, but for what the fault does."""
 
-    def __init__(self, inner: Sandbox, fault: SandboxFault) -> None:
+    def __init__(self, inner: Sandbox, fault: SandboxFault, task: str) -> None:
         self._inner, self._fault = inner, fault
+        self._told = f"{inner.id} of {task}"
         self.download: Callable[..., Any] = inner.download
         self.close: Callable[..., Any] = inner.close
 
@@ -91,7 +92,7 @@ class _FaultySandbox:
     ) -> ExecResult:
         """See `Sandbox`."""
         if self._fault.strikes_exec():
-            struck(f"a command in {self.id} never returns")
+            struck(f"a command in {self._told} never returns")
             await asyncio.Event().wait()  # bounded: by nothing, that is the fault
         return await self._inner.exec(command, timeout_s=timeout_s, cwd=cwd, env=env)
 
@@ -99,5 +100,5 @@ class _FaultySandbox:
         """See `Sandbox`."""
         await self._inner.upload(archive, target)
         if target == "/tests" and self._fault.strikes_verifier():
-            struck(f"the verifier in {self.id} cannot start")
+            struck(f"the verifier in {self._told} cannot start")
             await self._inner.exec(f"printf '%s' \"{BROKEN_TEST}\" > /tests/test.sh", timeout_s=SHORT_S, cwd="/")

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from miles_rl.rollout.codec import decode, encode
 from miles_rl.rollout.groups import Sample, UnfinishedGroup
@@ -23,6 +25,7 @@ from miles_rl.types import Outcome, Trajectory, WeightVersion
 
 LEDGER_FILE = "ledger.sqlite"
 _BUSY_TIMEOUT_S = 10.0
+_UNWRITABLE = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
 
 
 class LedgerError(Exception):
@@ -256,8 +259,8 @@ class Ledger:
 
 
 @contextlib.contextmanager
-def _connected(path: Path) -> Iterator[sqlite3.Connection]:
-    with contextlib.closing(sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S)) as database:
+def _connected(place: Path | str) -> Iterator[sqlite3.Connection]:
+    with contextlib.closing(sqlite3.connect(place, timeout=_BUSY_TIMEOUT_S, uri=isinstance(place, str))) as database:
         yield database
 
 
@@ -270,8 +273,8 @@ def _copy(source: Path, target: Path, version: WeightVersion) -> None:
         raise LedgerError("there is no such file")
     for leftover in (target, *(target.with_name(target.name + end) for end in ("-wal", "-shm"))):
         leftover.unlink(missing_ok=True)
-    with _connected(source) as old, _connected(target) as new:
-        old.backup(new)
+    _take_over(source, target)
+    with _connected(target) as new:
         (state,) = new.execute("PRAGMA quick_check").fetchone()
         if state != "ok":
             raise LedgerError(f"damaged: {state}")
@@ -281,3 +284,17 @@ def _copy(source: Path, target: Path, version: WeightVersion) -> None:
         (last,) = new.execute("SELECT coalesce(max(trained_version), -1) FROM groups").fetchone()
         if last < version - 1:
             raise LedgerError(f"it ends at version {last + 1}, before the checkpoint of version {version}")
+
+
+def _take_over(source: Path, target: Path) -> None:
+    """Copy a ledger that is at rest, without a write beside it but the index of its log, nor that where it cannot."""
+    log = Path(f"{source}-wal")
+    how = "mode=ro" if log.exists() else "immutable=1"
+    try:
+        with _connected(f"file:{quote(str(source.absolute()))}?{how}") as old, _connected(target) as new:
+            old.backup(new)
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF not in _UNWRITABLE or not log.exists():
+            raise
+        shutil.copyfile(log, f"{target}-wal")  # SQLite finds it there, and takes in what was written last
+        shutil.copyfile(source, target)

@@ -3,6 +3,7 @@
 `samples` has one row for every attempt at a sample. Its identity is `(group_id, sample_index)`; a new attempt follows
 an infrastructure failure. `groups` has one row for every group that was opened; `ended` is empty while the group is
 wanted, then `trained`, `stale` or `short`. `trajectories` holds what was scored, as long as a resume may need it.
+`resumes` has one row for each time that the ledger was turned back, for no clock ran between two runs.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ CREATE INDEX IF NOT EXISTS samples_group ON samples (group_id);
 CREATE TABLE IF NOT EXISTS trajectories (sample_id TEXT PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS cursor (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS checkpoints (version INTEGER PRIMARY KEY, saved_s REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS resumes (version INTEGER NOT NULL, resumed_s REAL NOT NULL);
 """
 
 PRUNE = """
@@ -77,6 +79,7 @@ UPDATE samples SET state = 'leased', reason = 'waits to run again after a resume
     WHERE sample_id IN (SELECT sample_id FROM undone WHERE NOT coalesce(kept, 0));
 DELETE FROM trajectories WHERE sample_id IN (SELECT sample_id FROM undone WHERE NOT coalesce(kept, 0));
 DELETE FROM checkpoints WHERE version > :version;
+INSERT INTO resumes VALUES (:version, :now);
 DROP TABLE undone;
 """
 """Back to the checkpoint of `:version`. Every sample that was not final then, and is wanted, is again either scored

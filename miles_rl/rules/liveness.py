@@ -144,7 +144,7 @@ def recovery(config: Config) -> Iterator[Finding]:
     if (every := option(config, path)) == 0:
         yield finding("note", path, every, "a run that is killed starts afresh", "give the steps between checkpoints")
     if option(config, "resume") is None and option(config, "resume_changed"):
-        yield finding("inert", "resume_changed", True, "this run resumes none", "give resume=RUN, or false")
+        yield finding("error", "resume_changed", True, "this run resumes none", "give resume=RUN, or false")
 
 
 RULES: tuple[Rule, ...] = (

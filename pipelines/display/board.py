@@ -23,6 +23,20 @@ class Evaluation:
     version: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """An evaluation that still runs: episodes ended and in all, share solved so far, attempts that infrastructure
+    failed, expected seconds until its end. None where it is not known yet.
+    """
+
+    version: int | None
+    done: int
+    total: int
+    solve_rate: float | None
+    infra_failures: int
+    left_s: float | None
+
+
 class Board:
     """An observer of a run that keeps what it is told. Safe to call from several threads.
 
@@ -42,9 +56,10 @@ class Board:
         self.total_steps = total_steps
         self.stages: dict[str, tuple[str, str]] = dict.fromkeys(stages, ("waiting", ""))
         self.figures: dict[str, Mapping[str, Any]] = {}
-        self.notes: deque[str] = deque(maxlen=50)
+        self.notes: deque[tuple[float, str]] = deque(maxlen=50)
         self.rewards: list[float] = []
         self.evaluations: list[Evaluation] = []
+        self.problem = ""
         self.lock = threading.RLock()
         self._clock = clock
         self._began_s = clock()
@@ -63,17 +78,20 @@ class Board:
             self.figures[name] = dict(figures)
             if name == "trainer":
                 self._take_step()
-            if name == "eval":
+                self._take_problem(clean(str(figures.get("problem") or "")))
+            if name in ("trainer", "eval"):
                 self._take_evaluations(figures)
 
     def note(self, line: str) -> None:
-        """Something worth a line."""
+        """Something worth a line. It is kept with the second in which it was said."""
         with self.lock:
-            self.notes.append(clean(line))
+            self.notes.append((self.elapsed_s, clean(line)))
 
     def finish(self) -> None:
-        """The run is over: the clock stands still from here."""
+        """The run is over: the clock stands still from here, and no stage is up, stopped in order or not."""
         with self.lock:
+            for name, (state, _) in self.stages.items():
+                self.stages[name] = self.stages[name] if state in ("waiting", "failed") else ("down", "")
             self._ended_s = self._clock()
 
     @property
@@ -93,14 +111,48 @@ class Board:
 
     @property
     def phase(self) -> str:
-        """What the training loop does now."""
-        return clean(str(self.figures.get("trainer", {}).get("phase", "")))
+        """What the run does now."""
+        if self.ending:
+            return "stopping"
+        return clean(str(self.figures.get("trainer", {}).get("phase", ""))) or "starting"
+
+    @property
+    def ended(self) -> bool:
+        """The run is over."""
+        return self._ended_s is not None
+
+    @property
+    def ending(self) -> bool:
+        """True if nothing more is to be expected: the run is over, or on its way there, well or not."""
+        return self.ended or any(state in ("stopping", "down", "failed") for state, _ in self.stages.values())
+
+    @property
+    def first_step(self) -> int | None:
+        """The step at which this run began to train, after a resume not 0; None before it did."""
+        trainer = self.figures.get("trainer", {})
+        first = number(trainer, "first_step")
+        return (None if "first_step" in trainer else 0) if first is None else int(first)
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far the evaluation has come that runs now; None if none does, also if its result came in meanwhile."""
+        now: Any = self.figures.get("eval", {}).get("now")
+        if not isinstance(now, Mapping) or self.ending:
+            return None
+        of = {str(name): number(cast("Mapping[str, Any]", now), str(name)) for name in cast("Mapping[str, Any]", now)}
+        done, total, version = of.get("done"), of.get("total"), of.get("version")
+        version = None if version is None else int(version)
+        if done is None or total is None or version in [evaluation.version for evaluation in self.evaluations]:
+            return None
+        failures = int(of.get("infra_failures") or 0)
+        return Progress(version, int(done), int(total), of.get("solve_rate"), failures, of.get("left_s"))
 
     @property
     def left_s(self) -> float | None:
-        """Expected seconds until the last step, from the pace of the last 20; None without a pace or a future."""
-        over = self._ended_s is not None or any(state == "failed" for state, _ in self.stages.values())
-        if len(self._step_times) < 2 or over:
+        """Expected seconds until the last step, from the pace of the last 20 of this run; None without a pace or steps
+        to come.
+        """
+        if len(self._step_times) < 2 or self.ending or self.step >= self.steps:
             return None
         (first, first_s), (last, last_s) = self._step_times[0], self._step_times[-1]
         pace_s = (last_s - first_s) / (last - first)
@@ -111,7 +163,9 @@ class Board:
         return number(self.figures.get(stage, {}), name)
 
     def metric(self, *names: str) -> float | None:
-        """The latest training metric under the first of `names` that is there."""
+        """The latest training metric under the first of `names` that is there; none that a run before this one had."""
+        if self.first_step is None or 0 < self.step <= self.first_step:
+            return None
         metrics: Any = self.figures.get("trainer", {}).get("metrics")
         if not isinstance(metrics, Mapping):
             return None
@@ -119,6 +173,8 @@ class Board:
         return next((value for value in found if value is not None), None)
 
     def _take_step(self) -> None:
+        if self.first_step is None:
+            return  # it loads, or evaluates: that tells nothing of the pace of steps
         if self._step_times and self.step <= self._step_times[-1][0]:
             return
         self._step_times.append((self.step, self._clock()))
@@ -126,15 +182,23 @@ class Board:
         if reward is not None and self.step > 0:
             self.rewards.append(reward)
 
+    def _take_problem(self, problem: str) -> None:
+        if problem and problem != self.problem:
+            self.note(problem)
+        self.problem = problem
+
     def _take_evaluations(self, figures: Mapping[str, Any]) -> None:
-        """The stage's `history` is all of them; without one, its own figures are the last that finished."""
-        history: Any = figures.get("history")
-        if isinstance(history, Sequence):
-            entries = cast("Sequence[Any]", history)
-            found = [_evaluation(cast("Mapping[str, Any]", e)) for e in entries if isinstance(e, Mapping)]
-            self.evaluations = [evaluation for evaluation in found if evaluation is not None]
-        elif (latest := _evaluation(figures)) is not None and latest not in self.evaluations[-1:]:
-            self.evaluations.append(latest)
+        """A list of all of them stands for itself; without one, the stage's own figures are the last that finished.
+
+        Kept in order of version, once each.
+        """
+        history: Any = figures.get("evaluations")
+        if not isinstance(history, Sequence):
+            history = [figures]
+        entries = [cast("Mapping[str, Any]", e) for e in cast("Sequence[Any]", history) if isinstance(e, Mapping)]
+        found = [evaluation for entry in entries if (evaluation := _evaluation(entry)) is not None]
+        kept = {evaluation.version: evaluation for evaluation in (*self.evaluations, *found)}
+        self.evaluations = sorted(kept.values(), key=lambda e: (e.version is None, e.version))
 
 
 def _evaluation(figures: Mapping[str, Any]) -> Evaluation | None:

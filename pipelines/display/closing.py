@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from pipelines.errors import ConfigError
+from pipelines.resume import read_overrides, resume_of
 from pipelines.wording import Verdict, clean, duration, number
 
 EASY = 0.9
@@ -37,18 +39,32 @@ def _cause(result: Mapping[str, Any], status: str) -> str:
 
 
 def _next_after_stop(result: Mapping[str, Any], status: str, run_dir: Path) -> str:
-    checkpoints = run_dir / "checkpoints"
-    has_checkpoint = checkpoints.is_dir() and any(checkpoints.iterdir())
-    earlier: Any = result.get("resumed_from")
-    source = run_dir
-    if not has_checkpoint and isinstance(earlier, Mapping):
-        source, has_checkpoint = _near(Path(str(cast("Mapping[str, Any]", earlier).get("path")))), True
-    again = shlex.join(["python", "-m", "pipelines.run", f"resume={source}"])
-    goes_on = f"{again} goes on from the last checkpoint"
+    again = _going_on(result, run_dir)
     if status == "interrupted":
-        return goes_on if has_checkpoint else f"{_command(result)} starts afresh; there is no checkpoint yet"
+        return again or f"{_command(result)} starts afresh; there is no checkpoint yet"
     see = f"{run_dir / 'log.txt'} tells more"
-    return f"{see}; once mended, {goes_on}" if has_checkpoint else see
+    return f"{see}; once mended, {again}" if again else see
+
+
+def _going_on(result: Mapping[str, Any], run_dir: Path) -> str:
+    """The command that goes on from the last checkpoint; empty if there is none.
+
+    A resumed run that saved none itself is started again as it was, from what it went on from.
+    """
+    if any((run_dir / "checkpoints").glob("step-*")):
+        return f"{_python(f'resume={run_dir}')} goes on from the last checkpoint"
+    words = _words(result)
+    earlier: Any = result.get("resumed_from")
+    path: Any = cast("Mapping[str, Any]", earlier).get("path") if isinstance(earlier, Mapping) else None
+    if not (source := str(_near(Path(path))) if isinstance(path, str) else resume_of(words)):
+        return ""
+    try:
+        known = set(read_overrides(Path(source)) or ())
+    except ConfigError:
+        known = set[str]()
+    changed = [word for word in words if word.lstrip("+").startswith("resume_changed=")]
+    more = [word for word in words if word not in known and not _is_own(word, ("faults=", "faults."))]
+    return f"{_python(f'resume={source}', *more, *changed)} goes on from where this run did"
 
 
 def _next_after_end(result: Mapping[str, Any], verdict: Verdict) -> str:
@@ -68,11 +84,22 @@ def _next_after_end(result: Mapping[str, Any], verdict: Verdict) -> str:
 
 def _command(result: Mapping[str, Any], *more: str) -> str:
     """The command of this run with other words at its end."""
-    given: Any = result.get("overrides")
-    words = [str(w) for w in cast("Sequence[Any]", given)] if isinstance(given, Sequence) else []
     keys = tuple(word.partition("=")[0] + "=" for word in more if "=" in word)
-    kept = [word for word in words if not word.startswith((*OWN_TO_A_RUN, *keys))]
-    return shlex.join(["python", "-m", "pipelines.run", *kept, *more])
+    return _python(*(word for word in _words(result) if not _is_own(word, keys)), *more)
+
+
+def _words(result: Mapping[str, Any]) -> list[str]:
+    given: Any = result.get("overrides")
+    return [str(word) for word in cast("Sequence[Any]", given)] if isinstance(given, Sequence) else []
+
+
+def _is_own(word: str, keys: Sequence[str]) -> bool:
+    """Does an override belong to one run, or is it of one of `keys`?"""
+    return word.lstrip("+").startswith((*OWN_TO_A_RUN, *keys))
+
+
+def _python(*words: str) -> str:
+    return shlex.join(["python", "-m", "pipelines.run", *words])
 
 
 def _near(path: Path) -> Path:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
+from itertools import pairwise
 
 from rich.box import ROUNDED
 from rich.console import Console, Group, RenderableType
+from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
 from pipelines.display.board import Board
+from pipelines.display.echo import without_echo
 from pipelines.wording import duration, figure, percent, percent_interval, points
 
 MARKS = {
@@ -20,27 +25,62 @@ MARKS = {
     "starting": ("\u25d0", "yellow"),
     "up": ("\u25cf", "green"),
     "stopping": ("\u25d1", "yellow"),
-    "down": ("\u25cf", "dim"),
+    "down": ("\u25a0", "dim"),
     "failed": ("\u2716", "bold red"),
 }
 ASCII_MARKS = {"waiting": ".", "starting": "~", "up": "*", "stopping": "~", "down": "-", "failed": "x"}
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 ASCII_BLOCKS = "._-=+*%#"
 NUM_NOTES = 3
+LABEL_WIDTH = len("solve rate")
+LEFT_WIDTH = len("59 m 59 s of training left")
+"""Kept free also when nothing stands there, so that the bar does not jump."""
 
 
-def live(board: Board, console: Console) -> Live:
-    """The panel of `board`, drawn anew several times a second; as a context manager it gives the terminal back as it
-    was, after errors too. What the program prints meanwhile appears above the panel."""
-    painter = Painter(board, unicode=console.encoding.startswith("utf"))
-    return Live(
-        console=console,
-        get_renderable=painter.panel,
-        refresh_per_second=6,
-        vertical_overflow="ellipsis",
-        redirect_stdout=True,
-        redirect_stderr=True,
-    )
+@contextlib.contextmanager
+def live(board: Board, console: Console) -> Generator[None]:
+    """The panel of `board`, drawn anew several times a second; on leaving, also by an error, the terminal is as it was.
+
+    What the program prints meanwhile appears above the panel. What is typed meanwhile is not shown: `^C` or an empty
+    line would push the panel down, and a part of it would be left behind.
+    """
+    with without_echo(), _Resizing(Painter(board, unicode=console.encoding.startswith("utf")), console):
+        yield
+
+
+class _Resizing(Live):
+    """A panel that leaves nothing behind when the terminal is made narrower.
+
+    A terminal then wraps each line that stands, so that the panel takes more rows than were drawn, and `Live` goes
+    up only as many as were drawn.
+    """
+
+    def __init__(self, painter: Painter, console: Console) -> None:
+        self._painter, self._drawn_width, self._drawn_height = painter, console.width, 0
+        super().__init__(
+            console=console,
+            get_renderable=self._draw,
+            refresh_per_second=6,
+            vertical_overflow="ellipsis",
+            redirect_stdout=True,
+            redirect_stderr=True,
+        )
+
+    def refresh(self) -> None:
+        """Draw; first remove what a narrower terminal has wrapped."""
+        width = self.console.width
+        if width < self._drawn_width:
+            num_wrapped = self._drawn_height * (-(-self._drawn_width // width) - 1)
+            up = ((ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)) * num_wrapped
+            self.console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), *up))
+        self._drawn_width = width
+        super().refresh()
+
+    def _draw(self) -> RenderableType:
+        panel = self._painter.panel()
+        num_lines = len(self.console.render_lines(panel, pad=False))
+        self._drawn_height = min(num_lines, self.console.height)
+        return panel
 
 
 class Painter:
@@ -55,9 +95,8 @@ class Painter:
         board = self._board
         with board.lock:
             parts = [self._stages(), Text(), self._progress(), Text(), self._figures()]
-            notes = [Text(note, "dim", no_wrap=True, overflow="ellipsis") for note in list(board.notes)[-NUM_NOTES:]]
-            if notes:
-                parts += [Text(), *notes]
+            if board.notes:
+                parts += [Text(), self._notes()]
             failed = any(state == "failed" for state, _ in board.stages.values())
             seed = "" if board.seed is None else f" - seed {board.seed}"
             title = Text.assemble(" ", (board.name, "bold"), (f"{seed} ", "dim"))
@@ -81,22 +120,33 @@ class Painter:
                 row.append(f"\n{shown}", "red" if state == "failed" else "dim")
         return row
 
+    def _notes(self) -> Table:
+        """What was worth a line, each with the time at which it was said: it may be long past."""
+        table = Table.grid(padding=(0, 2), expand=True)
+        table.add_column(style="dim", no_wrap=True, min_width=LABEL_WIDTH)
+        table.add_column(style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
+        for said_s, note in list(self._board.notes)[-NUM_NOTES:]:
+            table.add_row(duration(said_s), Text(note))
+        return table
+
     def _progress(self) -> Table:
         board = self._board
         row = Table.grid(padding=(0, 2), expand=True)
         row.add_column(no_wrap=True)
         row.add_column(ratio=1)
-        row.add_column(no_wrap=True, justify="right")
-        left = "" if board.left_s is None else f"{duration(board.left_s)} left"
-        ahead = " - ".join(part for part in (board.phase, left) if part)
+        row.add_column(no_wrap=True, justify="right", min_width=LEFT_WIDTH)
+        left = "" if board.left_s is None else f"{duration(board.left_s)} of training left"
         done = Text.assemble("step ", (str(board.step), "bold"), (f" / {board.steps}", "dim"))
-        row.add_row(done, ProgressBar(max(1, board.steps), board.step, complete_style="cyan"), Text(ahead, "dim"))
+        row.add_row(done, ProgressBar(max(1, board.steps), board.step, complete_style="cyan"), Text(left, "dim"))
         return row
 
     def _figures(self) -> Table:
         table = Table.grid(padding=(0, 2), expand=True)
-        table.add_column(style="dim", no_wrap=True)
+        table.add_column(style="dim", no_wrap=True, min_width=LABEL_WIDTH)
         table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+        if not self._board.ended:
+            table.add_row("now", self._now())
+            table.add_row("evaluation", self._evaluation())
         table.add_row("solve rate", self._solve_rate())
         table.add_row("reward", self._reward())
         table.add_row("episodes", self._episodes())
@@ -104,11 +154,29 @@ class Painter:
         table.add_row("pace", self._pace())
         return table
 
+    def _now(self) -> str:
+        phase, evaluating = self._board.phase, self._board.progress
+        if evaluating is None or evaluating.version is None or phase.startswith("evaluating"):
+            return phase
+        return f"{phase}; evaluating version {evaluating.version}"
+
+    def _evaluation(self) -> Text:
+        now = self._board.progress
+        if now is None:
+            took_s, episodes = self._board.of("eval", "took_s"), self._board.of("eval", "episodes")
+            if took_s is None or episodes is None:
+                return Text("-", "dim")
+            return Text(f"the last took {duration(took_s)} for {figure(episodes)} episodes", "dim")
+        left = "" if now.left_s is None else f", {duration(now.left_s)} left"
+        solved = "" if now.solve_rate is None else f"{percent(now.solve_rate)} solved, "
+        text = Text(f"{now.done:,} of {now.total:,} episodes, {solved}")
+        text.append(f"{now.infra_failures} failures", "red" if now.infra_failures else "dim")
+        return text.append(left)
+
     def _solve_rate(self) -> Text:
         seen = self._board.evaluations
-        running = self._board.of("eval", "running")
         if not seen:
-            return Text("evaluating" if running else "-", "dim")
+            return Text("-", "dim")
         first, last = seen[0], seen[-1]
         text = Text.assemble((percent(first.solve_rate), "bold"), (f" {percent_interval(first.ci95)}", "dim"))
         if len(seen) > 1:
@@ -117,10 +185,8 @@ class Painter:
             text.append(" -> ", "dim")
             text.append(percent(last.solve_rate), f"bold {colour}")
             text.append(f" {percent_interval(last.ci95)} ", "dim")
-            text.append(points(change), colour)
-        if running:
-            text.append(" (evaluating)", "dim")
-        return text
+            text.append(f"{points(change)} points", colour)
+        return text if last.version is None else text.append(f" at version {last.version}", "dim")
 
     def _reward(self) -> Text:
         rewards = self._board.rewards
@@ -130,16 +196,20 @@ class Painter:
 
     def _sparkline(self, values: Sequence[float], width: int = 36) -> str:
         blocks = BLOCKS if self._unicode else ASCII_BLOCKS
-        size = max(1, -(-len(values) // width))
-        means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+        count = min(width, len(values))
+        ends = [place * len(values) // count for place in range(count + 1)]
+        means = [sum(values[i:j]) / (j - i) for i, j in pairwise(ends)]
         low, high = min(means), max(means)
         spread = (high - low) or 1.0
         return "".join(blocks[min(len(blocks) - 1, int((mean - low) / spread * len(blocks)))] for mean in means)
 
     def _episodes(self) -> Text:
         of = self._board.of
-        done, failed = of("rollout", "scored"), of("rollout", "failed") or 0
-        text = Text(f"{figure(of('rollout', 'running'))} running, {figure(done)} scored, ")
+        running, done, failed = of("rollout", "running"), of("rollout", "scored"), of("rollout", "failed") or 0
+        if running is None and done is None:
+            return Text("-", "dim")
+        text = Text("" if self._board.ending else f"{figure(running)} running, ")
+        text.append(f"{figure(done)} scored, ")
         text.append(f"{figure(failed)} failed", "red" if failed else "dim")
         if stale := of("rollout", "stale"):
             text.append(f", {figure(stale)} groups too old", "yellow")
@@ -149,18 +219,18 @@ class Painter:
 
     def _policy(self) -> Text:
         metric = self._board.metric
-        text = _named("KL to rollout", metric("train/train_rollout_kl"))
-        text.append_text(_named("staleness", metric("async/staleness_mean")))
-        worst = metric("async/staleness_max")
-        return text if worst is None else text.append(f"(max {figure(worst)})", "dim")
+        text = _named("KL to rollout policy", metric("train/train_rollout_kl"))
+        mean, worst = metric("async/staleness_mean"), metric("async/staleness_max")
+        return text.append_text(_named("versions behind", f"{figure(mean)} (max {figure(worst)})" if worst else mean))
 
     def _pace(self) -> Text:
         of = self._board.of
-        text = _named("tokens/s", of("fleet", "tokens_per_s"))
+        text = _named("tokens/s", self._board.metric("perf/tokens_per_s"))
         text.append_text(_named("s/step", self._board.metric("perf/step_s")))
         size = of("sandboxes", "size")
-        used = None if size is None else f"{figure(of('sandboxes', 'in_use'))} of {figure(size)}"
-        return text.append_text(_named("sandboxes in use", used))
+        if self._board.ending or size is None:
+            return text
+        return text.append_text(_named("sandboxes in use", f"{figure(of('sandboxes', 'in_use'))} of {figure(size)}"))
 
 
 def _named(name: str, value: float | str | None) -> Text:

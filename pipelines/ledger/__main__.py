@@ -54,7 +54,7 @@ def _summarise(ledger: LedgerFile, as_json: bool) -> int:
     summary = Summary.of(ledger)
     if as_json:
         rows = [{name: getattr(row, name) for name in Unfinished.__slots__} for row in summary.unfinished]
-        head = {"path": str(ledger.path), "open_in_process": ledger.writer, "changed_s": ledger.changed_s()}
+        head = {"path": str(ledger.path), "process": ledger.process, "changed_s": ledger.changed_s()}
         say(json.dumps({**head, **summary.figures(), "unfinished": rows}, indent=2))
     else:
         say("\n".join([*_head(ledger), *_counts(summary), *_causes(summary), *_timings(summary)]))
@@ -64,7 +64,7 @@ def _summarise(ledger: LedgerFile, as_json: bool) -> int:
 
 def _head(ledger: LedgerFile) -> Iterator[str]:
     quiet = duration(max(0.0, time.time() - ledger.changed_s()))
-    state = "no process has it open" if ledger.writer is None else f"open in process {ledger.writer}"
+    state = "the run does not go on" if ledger.process is None else f"the run goes on in process {ledger.process}"
     yield f"{ledger.path}"
     yield f"{state}; last change {quiet} ago"
     yield ""

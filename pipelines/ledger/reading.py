@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
+import shutil
 import sqlite3
-import struct
-import sys
+import tempfile
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+
+from pipelines.lock import holder
 
 LEDGER_FILE = "ledger.sqlite"
 TABLES = {"groups", "samples", "trajectories", "checkpoints"}
@@ -23,9 +24,8 @@ RUN_ENDED = "the run ended"
 """Reason of samples that were still wanted when the run ended."""
 
 _BUSY_TIMEOUT_S = 10.0
-_FLOCK = "hhqqi"
-_OPEN_BYTE = 128
-"""Every connection to a database in WAL mode holds a lock on this byte of its `-shm` file (sqlite.org/walformat)."""
+_UNWRITABLE = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY}
+_PRIMARY_CODE = 0xFF
 
 
 class LedgerUnreadable(Exception):
@@ -81,11 +81,11 @@ _COLUMNS = {row: ", ".join(f.name for f in fields(row)) for row in (GroupRow, Sa
 class LedgerFile:
     """An open ledger: one state of it, however long it is read and whatever is written meanwhile.
 
-    `writer` is the process that has it open now, None if there is none: the run has ended, or was killed.
+    `process` is the one whose run goes on and writes it, None if there is none: the run has ended, or was killed.
     """
 
     path: Path
-    writer: int | None
+    process: int | None
     database: sqlite3.Connection
 
     def groups(self) -> dict[int, GroupRow]:
@@ -101,14 +101,20 @@ class LedgerFile:
         return (SampleRow(*row) for row in rows)
 
     def now_s(self) -> float:
-        """Seconds since the epoch: now while the run has the ledger open, else when it was last changed."""
-        return time.time() if self.writer is not None else self.changed_s()
+        """Seconds since the epoch: now while the run goes on, else when the ledger was last changed."""
+        return time.time() if self.process is not None else self.changed_s()
 
     def changed_s(self) -> float:
         """When the ledger was last changed, in seconds since the epoch."""
         (changed_s,) = self.one("SELECT max(coalesce((SELECT max(changed_s) FROM samples), 0), coalesce((SELECT"
                                 " max(opened_s) FROM groups), 0))")  # fmt: skip
         return float(changed_s)
+
+    def resumed_s(self) -> list[float]:
+        """When the runs before this one were gone on from, in seconds since the epoch."""
+        if not self.one("SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'resumes'")[0]:
+            return []
+        return [resumed_s for (resumed_s,) in self.database.execute("SELECT resumed_s FROM resumes")]
 
     def one(self, sql: str) -> tuple[Any, ...]:
         """The first row of a query."""
@@ -117,16 +123,21 @@ class LedgerFile:
 
 @contextlib.contextmanager
 def opened(run: str | Path) -> Generator[LedgerFile]:
-    """The ledger of a run folder, or the ledger file itself. `LedgerUnreadable` if there is none, or it is damaged."""
+    """The ledger of a run folder, or the ledger file itself. `LedgerUnreadable` if there is none, or it is damaged.
+
+    Writes nothing beside it but the index (`-shm`) of a log that is there, and not even that where it cannot.
+    """
     path = located(Path(run))
-    writer = _open_in(path)
+    process = _process_of(path.parent)
     try:
-        with contextlib.closing(_connect(path)) as database:
+        with _connected(path) as database:
             tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if not tables >= TABLES and process is not None:
+                raise _starting(path.parent, process)
             if not tables >= TABLES:
                 missing = ", ".join(sorted(TABLES - tables))
                 raise LedgerUnreadable(f"{path}: not a ledger, it has no table {missing}; give the folder of a run")
-            yield LedgerFile(path, writer, database)
+            yield LedgerFile(path, process, database)
     except sqlite3.DatabaseError as error:
         raise LedgerUnreadable(
             f"{path}: {error}; a run that is resumed from a checkpoint takes that one's copy of the ledger"
@@ -141,32 +152,44 @@ def located(run: Path) -> Path:
         raise LedgerUnreadable(f"{run}: no such run; give the folder of a run, or its {LEDGER_FILE}")
     path = run / LEDGER_FILE
     if not path.is_file():
+        if (process := _process_of(run)) is not None:
+            raise _starting(run, process)
         raise LedgerUnreadable(f"{run}: holds no {LEDGER_FILE}; the run ended before its first rollout, or is no run")
     return path
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _starting(run: Path, process: int) -> LedgerUnreadable:
+    return LedgerUnreadable(f"{run}: the run is starting, in process {process}, and has no ledger yet; ask again soon")
+
+
+def _process_of(folder: Path) -> int | None:
+    """The process of the run that goes on in `folder`; None also for what asks from within that process."""
+    found = holder(folder)
+    return None if found is None or found.elsewhere or found.pid == os.getpid() else found.pid
+
+
+@contextlib.contextmanager
+def _connected(path: Path) -> Generator[sqlite3.Connection]:
     """A read-only connection with its snapshot taken. A ledger without a log file is at rest, and nothing is made."""
-    has_log = Path(f"{path}-wal").exists()
-    address = f"file:{quote(str(path.resolve()))}?{'mode=ro' if has_log else 'immutable=1'}"
+    log = Path(f"{path}-wal")
+    with contextlib.ExitStack() as held:
+        try:
+            database = _begin(held, path, "mode=ro" if log.exists() else "immutable=1")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & _PRIMARY_CODE not in _UNWRITABLE or not log.exists():
+                raise
+            # The log has no index and none can be made there. To leave the log out would hide what was written last.
+            aside = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="miles-ledger-")), path.name)
+            for file in (path, log):
+                shutil.copyfile(file, aside.with_name(aside.name + file.name.removeprefix(path.name)))
+            database = _begin(held, aside, "mode=ro")
+        yield database
+
+
+def _begin(held: contextlib.ExitStack, path: Path, mode: str) -> sqlite3.Connection:
+    address = f"file:{quote(str(path.resolve()))}?{mode}"
     database = sqlite3.connect(address, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+    held.callback(database.close)
     database.execute("BEGIN")
+    database.execute("SELECT count(*) FROM sqlite_master").fetchone()  # only a read takes the snapshot
     return database
-
-
-def _open_in(path: Path) -> int | None:
-    """Another process of this machine that has the ledger open. To be asked before we open it ourselves."""
-    if sys.platform != "linux":
-        return None
-    try:
-        shared = os.open(f"{path}-shm", os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, _OPEN_BYTE, 1, 0)
-        kind, *_, pid = struct.unpack_from(_FLOCK, fcntl.fcntl(shared, fcntl.F_GETLK, wanted))
-    except OSError:
-        return None
-    finally:
-        os.close(shared)
-    return None if kind == fcntl.F_UNLCK else int(pid)

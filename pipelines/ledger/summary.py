@@ -68,7 +68,7 @@ class Summary:
     @classmethod
     def of(cls, ledger: LedgerFile) -> Summary:
         """Read a whole ledger once."""
-        summary, now_s, groups = cls(), ledger.now_s(), ledger.groups()
+        summary, now_s, groups, resumed_s = cls(), ledger.now_s(), ledger.groups(), ledger.resumed_s()
         for group in groups.values():
             summary._add_group(group)
         for group_id, rows in groupby(ledger.samples(), key=lambda row: row.group_id):
@@ -76,7 +76,7 @@ class Summary:
             for _, attempts in groupby(samples, key=lambda row: row.sample_index):
                 summary.attempts[len(list(attempts))] += 1
             for sample in samples:
-                summary._add(sample)
+                summary._add(sample, resumed_s)
             group = groups.get(group_id) or GroupRow(group_id, samples[0].task, 0, "", None)
             summary.unfinished += unfinished(group, samples, now_s)
         versions = ledger.database.execute("SELECT version FROM checkpoints ORDER BY version")
@@ -122,7 +122,7 @@ class Summary:
         if group.trained_version is not None:
             self.batches[group.trained_version] += 1
 
-    def _add(self, sample: SampleRow) -> None:
+    def _add(self, sample: SampleRow, resumed_s: Sequence[float]) -> None:
         self.states[sample.state] += 1
         self.leased_again += sample.num_leases > 1
         if sample.state == "failed":
@@ -135,7 +135,9 @@ class Summary:
         if sample.num_leases == 1:  # the first admission of others was in another run
             self.wait.add(sample.admitted_s, sample.running_s)
         self.running.add(sample.running_s, sample.ended_s)
-        self.until_trained.add(sample.ended_s, sample.trained_s)
+        ended_s, trained_s = sample.ended_s, sample.trained_s
+        if ended_s is None or trained_s is None or not any(ended_s <= at_s <= trained_s for at_s in resumed_s):
+            self.until_trained.add(ended_s, trained_s)  # of others the time between two runs would count
 
 
 def by_kind(failures: Mapping[Cause, int]) -> list[tuple[str, str, int, Counter[str]]]:

@@ -18,6 +18,7 @@ WIDTH, HEIGHT = 480, 210
 LEFT, RIGHT, TOP, BOTTOM = 48, 10, 8, 24
 MAX_POINTS = 400
 SMOOTH_OVER = 10
+MAX_DECADES = 8
 
 Point = tuple[float, float | None]
 """An x and its y; None where the value was not finite, which breaks the line."""
@@ -75,7 +76,7 @@ class Frame:
             y = self.y(tick)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{escape(y_format(tick))}</text>')
-        for tick in ticks(self.x_low, self.x_high, 6) if x_ticks is None else x_ticks:
+        for tick in whole_ticks(self.x_low, self.x_high, 6) if x_ticks is None else x_ticks:
             x, base = self.x(tick), self.height - BOTTOM + 15
             parts.append(f'<text x="{x:.1f}" y="{base}" text-anchor="middle">{escape(x_format(tick))}</text>')
         base = self.height - BOTTOM
@@ -95,8 +96,16 @@ def ticks(low: float, high: float, wanted: int) -> list[float]:
     return [round(k * step, 12) for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+def whole_ticks(low: float, high: float, wanted: int) -> list[float]:
+    """The same for counts: there is no half a step."""
+    return [tick for tick in ticks(low, high, wanted) if tick == round(tick)]
+
+
 def _decades(low: float, high: float) -> list[float]:
-    return [10.0**power for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
+    """Powers of ten, as many as have room for their labels."""
+    first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
+    stride = -(-(last - first + 1) // MAX_DECADES)
+    return [10.0**power for power in range(first, last + 1, stride)]
 
 
 def line_chart(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pipelines.report import curves, episodes, outcomes, timeline
+from pipelines.report.charts import SMOOTH_OVER
 from pipelines.report.run_folder import RunFolder
 from pipelines.wording import Verdict, duration, figure, interval, number, percent, percent_interval, points
 
@@ -78,7 +79,8 @@ def _summary(run: RunFolder, name: str) -> str:
     head = f"<h1>{escape(name)} {badge}</h1><p class=dim>{told}</p>"
     verdict = Verdict.of(metrics)
     judged = f'<p class="verdict {verdict.kind}">{_words(verdict.sentence())}</p>' if metrics else ""
-    return f"<header>{head}{outcomes.resumed(run)}{_error(run)}{judged}{_before_after(metrics)}{_tiles(run)}</header>"
+    told = f"{outcomes.resumed(run)}{_error(run)}{_warnings(run)}{judged}"
+    return f"<header>{head}{told}{_before_after(metrics)}{_tiles(run)}</header>"
 
 
 def _words(text: str) -> str:
@@ -93,6 +95,15 @@ def _error(run: RunFolder) -> str:
         f"<details><summary>end of log.txt</summary><pre>{escape(run.log_tail)}</pre></details>" if run.log_tail else ""
     )
     return f'<div class="error"><pre>{escape(str(error))}</pre>{log}</div>'
+
+
+def _warnings(run: RunFolder) -> str:
+    """What the run warned of: who reads its figures has to know, so it stands above them."""
+    warnings: Any = run.result.get("warnings")
+    lines = (
+        [f"<li>{escape(str(line))}</li>" for line in cast("list[Any]", warnings)] if isinstance(warnings, list) else []
+    )
+    return f"<ul class=warnings>{''.join(lines)}</ul>" if lines else ""
 
 
 def _before_after(metrics: Mapping[str, Any]) -> str:
@@ -125,7 +136,13 @@ def _tiles(run: RunFolder) -> str:
     if rewards:
         size = min(10, -(-len(rewards) // 2))
         first, last = sum(rewards[:size]) / size, sum(rewards[-size:]) / size
-        tiles.append(("reward", f"{first:.2f} -> {last:.2f}", f"mean of the first and last {size} steps"))
+        tiles.append(
+            (
+                "reward",
+                f"{first:.2f} -> {last:.2f}",
+                f"mean of the first and last {size} steps" if size > 1 else "first and last step",
+            )
+        )
     delta, ends = number(metrics, "eval/solve_rate_delta"), interval(metrics, "eval/solve_rate_delta_ci95")
     if delta is not None and ends is not None:
         tiles.append(("change", f"{points(delta)} points", f"95 % interval {points(ends[0])} to {points(ends[1])}"))
@@ -148,7 +165,8 @@ def _tiles(run: RunFolder) -> str:
 def _curves(run: RunFolder) -> str:
     charts, rest = curves.charts(run), curves.other_charts(run)
     more = f"<details><summary>All other metrics</summary><div class=charts>{rest}</div></details>" if rest else ""
-    return f"<div class=charts>{charts}</div>{more}" if charts or more else ""
+    how = f"Over optimizer steps. Where a line is pale, the strong one is the mean of its last {SMOOTH_OVER} values."
+    return f"<p class=dim>{how}</p><div class=charts>{charts}</div>{more}" if charts or more else ""
 
 
 def _timeline(run: RunFolder) -> str:
@@ -200,7 +218,5 @@ def _config(run: RunFolder) -> str:
     told = f'<div class="side-by-side">{"".join(parts)}</div>' if parts else ""
     for title, text in (("plan.txt", run.plan), ("resolved.yaml", run.config)):
         told += f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>" if text else ""
-    warnings: Any = run.result.get("warnings")
-    notes = [*run.notes, *map(str, cast("list[Any]", warnings) if isinstance(warnings, list) else [])]
-    notes = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    notes = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
     return told + (f"<ul class=dim>{notes}</ul>" if notes else "")

@@ -151,6 +151,7 @@ def _read_result(path: Path, notes: list[str]) -> Mapping[str, Any]:
 
 
 def _read_metrics(path: Path, notes: list[str]) -> dict[int, dict[str, float | None]]:
+    """In order of step. The file's lines are in the order in which they became known, so a late evaluation's differ."""
     rows: dict[int, dict[str, float | None]] = {}
     torn = 0
     for line in _read_text(path).splitlines():
@@ -164,7 +165,7 @@ def _read_metrics(path: Path, notes: list[str]) -> dict[int, dict[str, float | N
         own |= {k: v for k, v in figures.items() if v is None or type(v) in (int, float)}
     if torn:
         notes.append(f"metrics.jsonl: {torn} unreadable lines were left out")
-    return rows
+    return dict(sorted(rows.items()))
 
 
 def _read_episodes(folder: Path, notes: list[str]) -> list[Episode]:

@@ -1,7 +1,9 @@
 """A wrong command line gives exactly one line, on stderr, with the path, the value and the remedy; and exit code 2."""
 
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         ("run_dir=/proc/x", "run_dir: /proc/x; no such file or directory: give a folder that can be written"),
         ("run_dir=/etc/hostname/x", "run_dir: /etc/hostname/x; not a directory: give a folder that can be written"),
         ("seed=-1", "seed: -1; must be at least 0"),
+        ("resume_changed=true", "resume_changed: true; this run resumes none; give resume=RUN, or false"),
         ("name=a/b", "name: a/b; names a folder: use letters, digits, '.', '_' and '-'"),
         ("rollout.concurrency=abc", "rollout.concurrency: abc; must be a whole number"),
         ("rollout.mode=asink", "rollout.mode: asink; must be one of async, sync; did you mean 'async'?"),
@@ -172,6 +175,25 @@ def test_a_sweep_runs_all_its_jobs_and_fails_if_one_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_planning_leaves_alone_what_is_there_and_makes_nothing_anywhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    (tmp_path / "here/runs").mkdir(parents=True)
+    (tmp_path / "aside").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "aside"))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != "aside"}
+    for words in (["run_dir=runs"], [f"run_dir={tmp_path}/there/new"], ["-m", "seed=1,2"], ["seed=-1"]):
+        monkeypatch.setattr(sys, "argv", ["miles-run", *words, "plan_only=true"])
+        with pytest.raises(SystemExit):
+            run.main()
+        after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != "aside"}
+        assert after == before, words
+    outputs = re.findall(r"^outputs .*/runs/minibench/(\S+)/(\d)/$", capsys.readouterr().out, re.MULTILINE)
+    assert [number for _, number in outputs] == ["0", "1"]
+    assert len({stamp for stamp, _ in outputs}) == 1, "the runs of a sweep are in one folder"
+
+
 def test_an_empty_resume_and_a_folder_of_checkpoints_are_refused_with_what_to_give(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
@@ -189,3 +211,8 @@ def test_an_empty_resume_and_a_folder_of_checkpoints_are_refused_with_what_to_gi
         with pytest.raises(SystemExit):
             run.main()
         assert capsys.readouterr().err == line
+    monkeypatch.chdir(tmp_path / "old/checkpoints")
+    monkeypatch.setattr(sys, "argv", ["miles-run", "resume=.", "plan_only=true"])
+    with pytest.raises(SystemExit):
+        run.main()
+    assert capsys.readouterr().err.endswith(f"it holds those of a run: resume={tmp_path}/old\n")

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from program import DEADLINE_S, alive, descendants, sessions, wait_for
 
+from pipelines.lock import Holder, holder
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -33,6 +35,14 @@ def running(tmp_path: Path, mode: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def is_up(tmp_path: Path) -> bool:
     return "worker start" in (tmp_path / "diary").read_text() if (tmp_path / "diary").exists() else False
+
+
+def opens(pid: int, file: Path) -> bool:
+    """Does process `pid` have `file` open?"""
+    try:
+        return any(link.resolve() == file for link in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -67,8 +77,12 @@ def test_a_run_that_is_killed_outright_takes_everything_with_it(tmp_path: Path):
     with running(tmp_path, "waits") as program:
         wait_for(lambda: is_up(tmp_path), "start")
         processes = descendants(program.pid)
+        assert holder(tmp_path) == Holder(program.pid)
+        assert {pid for pid in processes if opens(pid, tmp_path / "lock")} == {program.pid}, "none of Ray holds it"
         program.kill()
         program.wait()
+        assert holder(tmp_path) is None, "one can go on from it at once"
+        assert not (tmp_path / "stacks").exists(), "what was ready to be written into leaves nothing"
         wait_for(lambda: not alive(processes), "the end of all its processes")
         wait_for(lambda: not sessions(program.pid), "the removal of its session folder")
     assert len(processes) > 5

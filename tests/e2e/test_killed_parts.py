@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +17,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def training(run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
+def training(run_dir: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
     """The smoke experiment, made long, once it has done its first step."""
     overrides = ["+experiment=smoke", "steps=100000", f"run_dir={run_dir}"]
-    overrides += ["stages.trainer.run.eval_every=0", "stages.trainer.run.checkpoint_every=0"]
+    overrides += ["stages.trainer.run.eval_every=0", "stages.trainer.run.checkpoint_every=0", *more]
     command = [sys.executable, "-m", "pipelines.run", *overrides]
     run_dir.mkdir()
     with open(run_dir / "terminal", "wb") as terminal:
@@ -89,3 +90,18 @@ def test_a_killed_trainer_fails_the_run_by_its_name_and_leaves_nothing(tmp_path:
     result = result_of(run_dir)
     assert result["status"] == "failed"
     assert str(result["error"]).startswith("stage 'trainer' died: ")
+
+
+def test_a_stopped_stage_ends_the_run_without_others_waiting_for_it(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    with training(run_dir, "cluster.heartbeat_timeout_s=5", "cluster.stall_s=2") as program:
+        processes = descendants(program.pid)
+        victim = int(re.findall(r" sandboxes .*built in process (\d+)", (run_dir / "log.txt").read_text())[-1])
+        os.kill(victim, signal.SIGSTOP)
+        begin = time.monotonic()
+        assert program.wait(DEADLINE_S) == 1
+        assert time.monotonic() - begin < 20, "what it is asked does not use up the deadline of those that ask"
+    assert alive(processes) == set()
+    result = result_of(run_dir)
+    assert str(result["error"]).startswith("stage 'sandboxes' did not answer for 5 s; stacks in ")
+    assert result["warnings"] == ["stage 'sandboxes' answered nothing and was killed"]

@@ -88,6 +88,20 @@ def test_a_torn_checkpoint_is_refused_by_name_and_the_newest_whole_one_before_it
         assert "\n" not in line
 
 
+def test_a_checkpoint_is_of_its_run_also_as_seen_from_where_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "run", 10)
+    os.truncate(write(tmp_path / "run", 20) / "ledger.sqlite", 0)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"older one is complete: resume=run/checkpoints/step-000010$"):
+        Checkpoint.open(Path("run"))
+    monkeypatch.chdir(tmp_path / "run/checkpoints")
+    assert Checkpoint.open(Path("step-000010")).run_dir == tmp_path / "run"
+    with pytest.raises(CheckpointError, match=rf"older one is complete: resume={Path.cwd()}/step-000010$"):
+        Checkpoint.open(Path("step-000020"))
+
+
 def test_a_torn_checkpoint_without_an_older_one_offers_no_other(tmp_path: Path) -> None:
     (write(tmp_path, 10) / "ledger.sqlite").unlink()
     write(tmp_path, 20)

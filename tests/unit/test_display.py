@@ -5,8 +5,10 @@ import re
 import select
 import subprocess
 import sys
+import termios
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from rich.console import Console
 
 from pipelines.display import closing_lines, make_display
 from pipelines.display.board import Board
-from pipelines.display.live import Painter
+from pipelines.display.live import BLOCKS, Painter
+from pipelines.display.live import _Resizing as live_panel
 from pipelines.display.plain import PlainDisplay
 from pipelines.plan import Plan, PlannedStage
 
@@ -45,6 +48,7 @@ def trainer(step: int, reward: float = 0.5, steps: int = 100) -> dict[str, Any]:
         "train/train_rollout_kl": 0.0021,
         "async/staleness_mean": 1.5,
         "async/staleness_max": 3,
+        "perf/tokens_per_s": 1834.2,
     }
     return {"step": step, "steps": steps, "phase": "training", "metrics": metrics}
 
@@ -74,22 +78,26 @@ def test_the_panel_shows_every_figure_that_the_stages_gave() -> None:
     board = board_at(Clock())
     for name in STAGES:
         board.stage(name, "up")
-    board.status("trainer", trainer(61, reward=0.689))
-    ends = [{"solve_rate": 0.41, "ci95": [0.33, 0.49], "version": 0}, {"solve_rate": 0.72, "ci95": [0.64, 0.79]}]
-    board.status("eval", {"running": 0, "history": ends})
+    ends = [
+        {"solve_rate": 0.41, "ci95": [0.33, 0.49], "version": 0},
+        {"solve_rate": 0.72, "ci95": [0.64, 0.79], "version": 40},
+    ]
+    board.status("trainer", {**trainer(61, reward=0.689), "evaluations": ends})
+    board.status("eval", {"running": 0, **ends[1], "took_s": 14.2, "episodes": 160})
     board.status("rollout", {"running": 64, "scored": 3904, "failed": 2, "stale": 8, "waits_for_groups": 3})
-    board.status("fleet", {"tokens_per_s": 1834.2})
     board.status("sandboxes", {"size": 32, "in_use": 29})
     board.note("publish 61 in 0.08 s")
     shown = painted(board)
     for text in (
         "quickstart - seed 7",
         "step 61 / 100",
-        "41 % [33, 49] -> 72 % [64, 79] +31",
+        "now         training",
+        "evaluation  the last took 14 s for 160 episodes",
+        "41 % [33, 49] -> 72 % [64, 79] +31 points at version 40",
         "0.689",
         "64 running, 3,904 scored, 2 failed, 8 groups too old; waits for 3 protected groups",
-        "KL to rollout 0.0021",
-        "staleness 1.5   (max 3)",
+        "KL to rollout policy 0.0021",
+        "versions behind 1.5 (max 3)",
         "tokens/s 1,834",
         "29 of 32",
         "publish 61 in 0.08 s",
@@ -113,11 +121,29 @@ def test_the_panel_stands_any_figure_a_stage_may_send() -> None:
     odd: list[Any] = [None, float("nan"), float("inf"), "text", [], {}, True, -1]
     for value in odd:
         for name in (*STAGES, "unheard-of"):
-            keys = ("step", "steps", "phase", "metrics", "running", "solve_rate", "ci95", "history", "size")
+            keys = (
+                "step",
+                "steps",
+                "phase",
+                "metrics",
+                "running",
+                "solve_rate",
+                "ci95",
+                "evaluations",
+                "now",
+                "first_step",
+                "problem",
+                "took_s",
+                "episodes",
+                "size",
+            )
             board.status(name, dict.fromkeys(keys, value))
             board.stage(name, str(value))
         board.status("trainer", {"step": 3, "metrics": {"rollout/reward_mean": value}})
-        board.status("eval", {"history": [value, {"solve_rate": value, "ci95": value, "version": value}]})
+        one = {"solve_rate": value, "ci95": value, "version": value}
+        now = {"version": value, "done": value, "total": value, "infra_failures": value, "left_s": value}
+        board.status("eval", {"evaluations": [value, one], "now": now})
+        board.status("eval", {"now": {**now, "done": 3, "total": 20}})
         for width in (20, 60, 200):
             assert "quickstart"[:5] in painted(board, width)
 
@@ -148,6 +174,135 @@ def test_evaluations_without_a_history_are_kept_once_each() -> None:
     for running, rate, version in [(40, None, None), (0, 0.4, 0), (9, 0.4, 0), (0, 0.7, 50), (3, 0.7, 50)]:
         board.status("eval", {"running": running, "solve_rate": rate, "ci95": (0.1, 0.9), "version": version})
     assert [(e.solve_rate, e.version) for e in board.evaluations] == [(0.4, 0), (0.7, 50)]
+
+
+def test_time_left_after_a_resume_is_of_the_steps_of_this_run() -> None:
+    clock = Clock()
+    board = board_at(clock)
+    for step in (0, 60, 60):  # loads, then evaluates: the steps before are none of this run
+        board.status("trainer", {**trainer(step), "first_step": None})
+        assert (board.left_s, board.rewards) == (None, [])
+        clock.now_s += 30.0
+    board.status("trainer", {**trainer(60), "first_step": 60})
+    assert board.left_s is None, "one point has no pace"
+    assert "tokens/s -" in painted(board), "what the run before had is none of its figures"
+    clock.now_s += 4.0
+    board.status("trainer", {**trainer(61), "first_step": 60})
+    assert "tokens/s 1,834" in painted(board)
+    assert board.rewards == [0.5]
+    assert board.left_s == pytest.approx(4.0 * 39)
+    board.status("trainer", {**trainer(100), "first_step": 60})
+    assert board.left_s is None, "no step is left, and what else is left has its own line"
+
+
+def test_plain_lines_of_a_resumed_run_begin_with_its_own_steps() -> None:
+    out = io.StringIO()
+    display = PlainDisplay(board_at(Clock()), out, min_interval_s=0.0)
+    for step, first in ((60, None), (60, 60), (61, 60)):
+        display.status("trainer", {**trainer(step), "first_step": first})
+    display.close()
+    assert re.findall(r"step (\d+)/", out.getvalue()) == ["61"]
+
+
+def evaluating(done: int, failures: int = 0, version: int = 40) -> dict[str, Any]:
+    rate, left_s = (0.614, 72.0) if done else (None, None)
+    now = {"version": version, "done": done, "total": 1600, "solve_rate": rate, "infra_failures": failures}
+    return {"running": 16, "now": {**now, "left_s": left_s}}
+
+
+@pytest.mark.parametrize("phase", ["evaluating before training", "training", "evaluating after training"])
+def test_any_evaluation_shows_how_far_it_is(phase: str) -> None:
+    board = board_at(Clock())
+    board.status("trainer", {**trainer(41), "phase": phase})
+    board.status("eval", evaluating(0))
+    assert "evaluation  0 of 1,600 episodes, 0 failures " in painted(board)
+    board.status("eval", evaluating(570, failures=3))
+    shown = painted(board, width=80)
+    assert "evaluation  570 of 1,600 episodes, 61 % solved, 3 failures, 1 m 12 s left" in shown
+    assert f"now         {phase}{'; evaluating version 40' if phase == 'training' else ''} " in shown
+    done = {"solve_rate": 0.6, "ci95": [0.5, 0.7], "version": 40}
+    board.status("trainer", {**trainer(41), "evaluations": [done]})
+    assert "570 of" not in painted(board), "its result is there; what the stage said last is stale"
+
+
+def test_plain_lines_tell_how_far_an_evaluation_is_at_their_pace_and_never_after_its_end() -> None:
+    clock, out = Clock(), io.StringIO()
+    display = PlainDisplay(board_at(clock), out)
+    for done in range(0, 50, 5):
+        display.status("eval", evaluating(done))
+        display.status("eval", evaluating(done))
+        clock.now_s += 0.5
+    display.status("eval", {"running": 0, "solve_rate": 0.6, "ci95": [0.5, 0.7], "version": 40})
+    display.status("eval", evaluating(50))
+    lines = [line.partition("] ")[2] for line in out.getvalue().splitlines()]
+    assert lines == [
+        "evaluation of version 40: 0 of 1,600 episodes, 0 failures",
+        "evaluation of version 40: 20 of 1,600 episodes, 61 % solved, 0 failures, 1 m 12 s left",
+        "evaluation of version 40: 40 of 1,600 episodes, 61 % solved, 0 failures, 1 m 12 s left",
+        "evaluation of version 40: solve rate 60 % [50, 70]",
+    ]
+
+
+def test_evaluations_are_in_order_of_version_whoever_tells_them_first() -> None:
+    board = board_at(Clock())
+    board.status("eval", {"solve_rate": 0.7, "version": 60})
+    board.status("trainer", {**trainer(62), "evaluations": [{"solve_rate": 0.4, "version": v} for v in (0, 40)]})
+    assert [evaluation.version for evaluation in board.evaluations] == [0, 40, 60]
+
+
+def test_the_panel_keeps_its_height_while_a_run_goes_on() -> None:
+    board = board_at(Clock())
+    board.note("starting Ray")
+    heights: set[int] = set()
+    for step, eval_figures in ((0, {}), (1, evaluating(3)), (50, {"took_s": 9.0, "episodes": 160}), (100, {})):
+        board.status("trainer", trainer(step))
+        board.status("eval", eval_figures)
+        lines = painted(board, width=80).splitlines()
+        assert {len(line) for line in lines} == {80}
+        heights.add(len(lines))
+    assert heights == {17}
+
+
+def test_the_line_of_rewards_grows_to_its_width_and_stays_there() -> None:
+    board = board_at(Clock(), steps=200)
+    lengths: list[int] = []
+    for step in range(1, 121):
+        board.status("trainer", trainer(step, reward=step / 120))
+        line = next(line for line in painted(board, width=80).splitlines() if "reward" in line)
+        drawn = [BLOCKS.index(mark) for mark in line if mark in BLOCKS]
+        assert drawn == sorted(drawn)
+        lengths.append(len(drawn))
+    assert lengths == [min(step, 36) for step in range(1, 121)]
+
+
+def test_an_ended_run_shows_nothing_that_is_only_true_while_it_runs() -> None:
+    board = board_at(Clock())
+    board.status("trainer", trainer(100))
+    board.status("eval", evaluating(570))
+    board.status("rollout", {"running": 64, "scored": 3904, "failed": 2})
+    board.status("sandboxes", {"size": 32, "in_use": 29})
+    for name in STAGES:
+        board.stage(name, "up")
+    board.stage("trainer", "stopping")
+    assert "now         stopping" in painted(board)
+    board.finish()
+    shown = painted(board)
+    assert "\u25a0 trainer" in shown
+    assert "\u25cf" not in shown, "no stage is up, also when none was stopped in order"
+    for stale in ("570 of", "running", "29 of 32", "now  ", "training"):
+        assert stale not in shown
+    assert "3,904 scored, 2 failed" in shown
+
+
+def test_what_went_wrong_without_ending_the_run_is_told_once_with_its_time() -> None:
+    clock, out = Clock(), io.StringIO()
+    board = board_at(clock)
+    display = PlainDisplay(board, out)
+    clock.now_s += 75.0
+    for _ in range(3):
+        display.status("trainer", {**trainer(0), "problem": "an evaluation failed"})
+    assert out.getvalue().count("an evaluation failed") == 1
+    assert painted(board).count("1 m 15 s    an evaluation failed") == 1
 
 
 def test_plain_lines_are_paced_and_the_last_step_is_always_shown() -> None:
@@ -223,12 +378,15 @@ def program(ending: str) -> str:
     return textwrap.dedent(PROGRAM).replace("ENDING", ending)
 
 
-def on_a_terminal(ending: str, term: str = "xterm-256color") -> str:
-    """What a program that shows a display writes to a real pseudo-terminal until it ends."""
-    main, side = pty.openpty()
-    command = [sys.executable, "-c", program(ending)]
-    process = subprocess.Popen(command, stdin=side, stdout=side, stderr=side, env={**ENV, "TERM": term})
-    os.close(side)
+def on_a_terminal(ending: str, when: Callable[[int, bytes], None] = lambda terminal, seen: None, **env: str) -> str:
+    """What a program that shows a display writes to a real pseudo-terminal of its own until it ends.
+
+    `when` is called with the terminal and what was written, each time that something was written.
+    """
+    pid, main = pty.fork()
+    if pid == 0:
+        command = [sys.executable, "-c", program(ending)]
+        os.execve(sys.executable, command, {**ENV, "TERM": "xterm-256color", **env})
     written, deadline = b"", time.monotonic() + 60
     while time.monotonic() < deadline:
         if select.select([main], [], [], 0.2)[0]:
@@ -236,7 +394,8 @@ def on_a_terminal(ending: str, term: str = "xterm-256color") -> str:
                 written += os.read(main, 65536)
             except OSError:
                 break
-    process.wait(timeout=10)
+            when(main, written)
+    os.waitpid(pid, 0)
     os.close(main)
     return written.decode("utf-8", "replace")
 
@@ -283,8 +442,40 @@ def test_a_terminal_sees_the_panel_and_gets_its_cursor_back(ending: str, expecte
     assert expected in written
 
 
+def test_what_is_typed_is_not_shown_while_the_panel_is_there_and_again_afterwards() -> None:
+    echo: dict[bool, bool] = {}
+
+    def look(terminal: int, seen: bytes) -> None:
+        if b"step" in seen:
+            echo[b"after" in seen] = bool(termios.tcgetattr(terminal)[3] & termios.ECHO)
+
+    on_a_terminal("pass", look)
+    assert echo == {False: False, True: True}
+
+
+def test_a_terminal_that_wants_no_colours_gets_none() -> None:
+    colour = re.compile(r"\x1b\[[\d;]*\b(3[0-8]|9[0-7])\b[\d;]*m")
+    assert colour.search(on_a_terminal("pass"))
+    assert not colour.search(on_a_terminal("pass", NO_COLOR="1"))
+
+
+def test_a_narrower_terminal_keeps_no_part_of_the_wider_panel() -> None:
+    """What stands is wrapped into more rows; all of them are wiped before the panel is drawn at its new width."""
+    console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True, color_system=None)
+    assert isinstance(console.file, io.StringIO)
+    panel: Any = live_panel(Painter(board_at(Clock())), console)
+    panel.refresh()
+    num_lines = len(painted(board_at(Clock()), width=100).splitlines())
+    for width, rows in ((40, 3), (80, 1), (79, 2), (79, 1)):
+        written = console.file.tell()
+        console.width = width
+        panel.refresh()
+        ups = console.file.getvalue()[written:].count("\x1b[1A")
+        assert ups == num_lines * (rows - 1)
+
+
 def test_a_dumb_terminal_gets_plain_lines() -> None:
-    written = on_a_terminal("pass", term="dumb")
+    written = on_a_terminal("pass", TERM="dumb")
     assert "\x1b" not in written
     assert "step 4/10" in written
 
@@ -343,8 +534,8 @@ def test_a_failed_run_closes_with_its_cause_its_log_and_a_remedy(tmp_path: Path)
 
 
 def test_an_interrupted_run_with_a_checkpoint_says_the_command_that_goes_on(tmp_path: Path) -> None:
-    result = {"status": "interrupted", "steps": 12, "wall_s": 65.0, "overrides": ["+experiment=x", "resume=old"]}
-    assert "starts afresh" in closing_lines(result, tmp_path / "report.html")[2]
+    result = {"status": "interrupted", "steps": 12, "wall_s": 65.0, "overrides": ["+experiment=x", "run_dir=old"]}
+    assert "pipelines.run +experiment=x starts afresh" in closing_lines(result, tmp_path / "report.html")[2]
     (tmp_path / "checkpoints" / "step-10").mkdir(parents=True)
     lines = closing_lines(result, tmp_path / "report.html")
     assert lines[0] == "Interrupted after 12 steps and 1 m 05 s."
@@ -352,10 +543,19 @@ def test_an_interrupted_run_with_a_checkpoint_says_the_command_that_goes_on(tmp_
     assert lines[2] == f"Next: {command} goes on from the last checkpoint"
 
 
-def test_a_resumed_run_that_saved_nothing_names_what_it_went_on_from(tmp_path: Path) -> None:
-    earlier = {"path": str(tmp_path / "old/checkpoints/step-000004"), "version": 4}
-    result = {"status": "interrupted", "steps": 4, "wall_s": 6.0, "overrides": [], "resumed_from": earlier}
-    command = f"python -m pipelines.run resume={earlier['path']}"
+@pytest.mark.parametrize("started", [True, False])
+def test_a_resumed_run_that_saved_nothing_names_what_it_went_on_from_with_what_it_had_changed(
+    tmp_path: Path, started: bool
+) -> None:
+    old = tmp_path / "old"
+    earlier = {"path": str(old / "checkpoints/step-000004"), "version": 4}
+    (old / "checkpoints/step-000004").mkdir(parents=True)
+    (old / "overrides.json").write_text('["+experiment=x", "seed=3"]')
+    (tmp_path / "new/checkpoints/.step-000005.tmp").mkdir(parents=True)
+    result = {"status": "interrupted", "steps": 4, "wall_s": 6.0, "resumed_from": earlier if started else None}
+    result["overrides"] = ["+experiment=x", "seed=3", f"resume={old}", "steps=9", "resume_changed=true", "run_dir=new"]
+    source = earlier["path"] if started else old
+    command = f"python -m pipelines.run resume={source} steps=9 resume_changed=true"
     assert closing_lines(result, tmp_path / "new/report.html")[2].startswith(f"Next: {command} goes on")
 
 

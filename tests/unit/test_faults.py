@@ -125,7 +125,7 @@ async def test_a_command_that_never_returns_is_ended_by_the_pool(tmp_path: Path)
     await pool.stop()
 
 
-async def test_a_verifier_that_cannot_start_is_no_reward(tmp_path: Path) -> None:
+async def test_a_verifier_that_cannot_start_is_no_reward(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     task, pool = await faulty_pool(tmp_path, verifier_breaks_after=1)
     outcomes = []
     for _ in range(2):
@@ -134,6 +134,8 @@ async def test_a_verifier_that_cannot_start_is_no_reward(tmp_path: Path) -> None
         await sandbox.close()
     await pool.stop()
     assert [(str(v.outcome), v.reward) for v in outcomes] == [("scored", 1.0), ("verifier_failed", None)]
+    told = [record.message for record in caplog.records if record.message.startswith("fault: ")]
+    assert [line.split(" of ")[1] for line in told] == [f"{task.name} cannot start"]
 
 
 class Loop:

@@ -78,7 +78,7 @@ def test_a_stage_that_blocks_its_loop_fails_the_run_by_name_with_the_place_and_i
     assert "the event loop has not turned for" in text
     assert "seen from outside" in text
     assert (tmp_path / "stacks/source-1.txt").exists(), "who waited for whom: all stages say where they stand"
-    assert ending.warnings == ["stage 'worker' did not stop within 2 s"]
+    assert ending.warnings == ["stage 'worker' answered nothing and was killed"]
 
 
 def test_a_deadline_inside_a_stage_leaves_the_place_and_the_tasks(tmp_path: Path):

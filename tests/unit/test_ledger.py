@@ -1,5 +1,8 @@
+import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -163,6 +166,43 @@ def test_a_damaged_ledger_gives_way_to_the_copy_in_the_checkpoint(tmp_path: Path
         Ledger.resume(sources[:1], tmp_path / "third" / "ledger.sqlite", 0)
     with pytest.raises(LedgerError, match="no such file"):
         Ledger.resume([tmp_path / "nowhere"], tmp_path / "third" / "ledger.sqlite", 0)
+
+
+RESUMES = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(24, 1, 0, 0, 0)  # what is executed below cannot write where it is forbidden, even as root
+program = '''
+import sys
+from pathlib import Path
+from miles_rl.rollout.ledger import Ledger
+ledger, resumed = Ledger.resume([Path(sys.argv[1])], Path(sys.argv[2]), 0)
+print(sum(len(group.scored) for group in resumed.groups))
+'''
+os.execv(sys.executable, [sys.executable, "-c", program, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("left", ["at rest", "with its log", "with its log and no index"])
+def test_a_resume_takes_over_all_and_writes_nothing_where_it_comes_from(left: str, tmp_path: Path) -> None:
+    written, killed = tmp_path / "written", tmp_path / "killed"
+    ledger = Ledger(written / "ledger.sqlite")
+    for sample in admit(ledger, 0):
+        score(ledger, sample, 0)
+    if left == "at rest":
+        ledger.close()
+    shutil.copytree(written, killed)
+    if left == "with its log and no index":
+        (killed / "ledger.sqlite-shm").unlink()
+    before = {path.name: path.read_bytes() for path in killed.iterdir()}
+    for path in (*killed.iterdir(), killed):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    command = [sys.executable, "-c", RESUMES, str(killed / "ledger.sqlite"), str(tmp_path / "new/ledger.sqlite")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    killed.chmod(0o755)
+    assert (done.stdout, done.stderr) == ("2\n", "")
+    assert {path.name: path.read_bytes() for path in killed.iterdir()} == before
+    ledger.close()
 
 
 def test_what_was_committed_outlives_a_kill(tmp_path: Path) -> None:

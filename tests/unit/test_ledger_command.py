@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from pipelines.ledger.__main__ import main
 from pipelines.ledger.summary import kind_of
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{Path(__file__).parent}"}
 
 
 def admit(ledger: Ledger, group: int, index: int, attempt: int = 0, task: str = "sort", version: int = 0) -> Sample:
@@ -156,32 +158,108 @@ def test_equal_causes_are_one_kind_whatever_ids_and_numbers_they_carry() -> None
 
 WRITER = """
     import sys, time
-    sys.path[:0] = [{root!r}, {tests!r}]
     from pathlib import Path
+    from pipelines.lock import hold
     from test_ledger_command import small_run
-    ledger = small_run(Path({folder!r}))
-    Path({folder!r}, "written").touch()
-    time.sleep(120)
+    folder = Path(sys.argv[1])
+    with hold(folder):
+        if len(sys.argv) == 2:
+            ledger = small_run(folder)
+        Path(folder, "written").touch()
+        time.sleep(120)
+"""
+READER = """
+    import ctypes, os, sys
+    ctypes.CDLL(None).prctl(24, 1, 0, 0, 0)  # its children cannot write where it is forbidden, not even those of root
+    os.execv(sys.executable, [sys.executable, "-m", "pipelines.ledger", *sys.argv[1:]])
 """
 
 
 def test_a_ledger_is_read_while_the_run_goes_on_and_after_it_was_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = textwrap.dedent(WRITER).format(root=str(ROOT), tests=str(Path(__file__).parent), folder=str(tmp_path))
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    process = subprocess.Popen([sys.executable, "-c", program], env=env)
-    try:
-        wait_for((tmp_path / "written").exists, "the ledger")
+    with running(tmp_path) as process:
         alive = told(capsys, tmp_path)
-        assert f"open in process {process.pid}; last change" in alive
+        assert f"the run goes on in process {process.pid}; last change" in alive
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    dead = told(capsys, tmp_path)
+    assert "the run does not go on; last change" in dead
+    assert dead.splitlines()[3:7] == alive.splitlines()[3:7]
+    assert check(tmp_path) == []
+    written.pop("ledger.sqlite-shm")
+    assert {name: (tmp_path / name).read_bytes() for name in written} == written, "only the index was"
+    assert len(list(tmp_path.iterdir())) == len(written) + 1
+
+
+@pytest.mark.parametrize("made", ["nothing", "an empty file", "some tables"])
+def test_a_run_that_is_starting_says_so(made: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if made == "an empty file":
+        (tmp_path / "ledger.sqlite").touch()
+    if made == "some tables":
+        with sqlite3.connect(tmp_path / "ledger.sqlite") as database:
+            database.execute("CREATE TABLE groups (group_id)")
+    with running(tmp_path, "has no ledger yet") as process:
+        assert main([str(tmp_path)]) == 2
+        starting = f"the run is starting, in process {process.pid}, and has no ledger yet; ask again soon"
+        assert capsys.readouterr().err == f"{tmp_path}: {starting}\n"
+    assert main([str(tmp_path)]) == 2
+    assert "the run is starting" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("left", ["at rest", "with its log", "with its log and no index"])
+def test_a_ledger_is_read_whole_where_nothing_can_be_written(left: str, tmp_path: Path) -> None:
+    if left == "at rest":
+        small_run(tmp_path).close()
+    else:
+        with running(tmp_path):
+            pass
+    if left == "with its log and no index":
+        (tmp_path / "ledger.sqlite-shm").unlink()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for path in (*tmp_path.iterdir(), tmp_path):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        command = [sys.executable, "-c", textwrap.dedent(READER), str(tmp_path)]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    finally:
+        tmp_path.chmod(0o755)
+    assert done.stderr == ""
+    assert "attempts  1 leased, 1 running, 3 scored, 4 trained, 2 discarded, 3 failed" in done.stdout
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_time_between_two_runs_is_no_wait_for_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_run(tmp_path / "old").close()
+    old = tmp_path / "old/ledger.sqlite"
+    with sqlite3.connect(old) as database:
+        database.execute("UPDATE samples SET ended_s = ended_s - 3600, trained_s = trained_s - 3600")
+    assert waits_until_trained(tmp_path / "old", capsys)["num"] == 4
+    ledger, _ = Ledger.resume([old], tmp_path / "new/ledger.sqlite", 2)
+    ledger.train({2: ["g2.0.2", "g2.1.0"]}, 2)
+    ledger.run(admit(ledger, 3, 1, task="count").sample_id, "box-32")
+    ledger.score(make_trajectory("g3.1.0", 3, "count", 2))
+    ledger.train({3: ["g3.0.0", "g3.1.0"]}, 3)
+    ledger.close()
+    found = waits_until_trained(tmp_path / "new", capsys)
+    assert found["num"] == 5, "four of the run before, one of this run, and not the three that were taken over"
+    assert found["max"] < 60
+
+
+def waits_until_trained(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
+    return json.loads(told(capsys, run, "--json"))["timings_s"]["scored_until_trained"]
+
+
+@contextmanager
+def running(folder: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process whose run goes on in `folder`, and which is killed; with `more` it has no ledger."""
+    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(folder), *more]
+    process = subprocess.Popen(command, env=ENVIRONMENT)
+    try:
+        wait_for((folder / "written").exists, "the ledger")
+        yield process
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=10)
-    dead = told(capsys, tmp_path)
-    assert "no process has it open; last change" in dead
-    assert dead.splitlines()[3:7] == alive.splitlines()[3:7]
-    assert check(tmp_path) == []
 
 
 def test_reading_a_ledger_at_rest_leaves_its_folder_as_it_was(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from miles_rl.checkpoint import Checkpoint, CheckpointError
 from miles_rl.evaluate import Evaluation
 from miles_rl.loop import TrainingLoop
 from miles_rl.types import Batch, Group
+from pipelines.report.curves import solve_rates
+from pipelines.report.run_folder import RunFolder
 
 
 class Stages:
@@ -150,6 +152,60 @@ def test_an_evaluation_that_the_killed_run_did_not_finish_is_done_after_the_resu
     second = Stages(resumed_from(tmp_path / "first/checkpoints/step-000002"))
     asyncio.run(run(make_loop(second, tmp_path / "second")))
     assert second.evaluated == [2, 4]
+
+
+class LateEvaluation(Stages):
+    """An evaluation of version 2 ends only when version 4 is in force; with `failing`, badly."""
+
+    def __init__(self, failing: bool = False) -> None:
+        super().__init__(FRESH)
+        self.failing = failing
+
+    async def evaluate(self, version: int) -> Evaluation:
+        while version == 2 and self.version < 4:
+            await asyncio.sleep(0.01)
+        if version == 2 and self.failing:
+            raise RuntimeError("eval: nothing was scored")
+        return await super().evaluate(version)
+
+
+def test_an_evaluation_that_ends_late_is_written_when_it_is_known_for_the_version_it_speaks_for(tmp_path: Path) -> None:
+    asyncio.run(run(make_loop(LateEvaluation(), tmp_path, steps=6, eval_every=2, checkpoint_every=0)))
+    lines = lines_of(tmp_path)
+    assert [line["time_s"] for line in lines] == sorted(line["time_s"] for line in lines)
+    of_eval = [line["step"] for line in lines if "eval/solve_rate" in line]
+    assert of_eval in ([0, 2, 6], [0, 2, 4, 6])
+    assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
+    late = next(place for place, line in enumerate(lines) if line["step"] == 2 and "eval/solve_rate" in line)
+    assert 3 in [line["step"] for line in lines[:late]]
+    run_folder = RunFolder.read(tmp_path)
+    assert {version: rate for version, (rate, _) in solve_rates(run_folder).items()} == {v: v / 20 for v in of_eval}
+    assert [step for step, _ in run_folder.series("eval/solve_rate")] == sorted(of_eval)
+
+
+def test_an_evaluation_that_fails_beside_the_training_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
+    loop = make_loop(LateEvaluation(failing=True), tmp_path, steps=6, eval_every=2, checkpoint_every=0)
+    asyncio.run(run(loop))
+    status = asyncio.run(loop.status())
+    assert status["step"] == 6
+    assert status["problem"] == "an evaluation failed, the run goes on: eval: nothing was scored"
+    assert 2 not in [evaluation["version"] for evaluation in status["evaluations"]]
+
+
+def test_the_loop_tells_at_which_step_this_run_began_to_train_and_all_evaluations(tmp_path: Path) -> None:
+    first = make_loop(Stages(FRESH), tmp_path / "first")
+    assert asyncio.run(first.status())["first_step"] is None
+    asyncio.run(run(first))
+    assert asyncio.run(first.status())["first_step"] == 0
+    second = make_loop(Stages(resumed_from(tmp_path / "first/checkpoints/step-000002")), tmp_path / "second")
+    asyncio.run(second.start())
+    assert asyncio.run(second.status())["first_step"] is None
+    asyncio.run(run(second))
+    status = asyncio.run(second.status())
+    assert status["first_step"] == 2
+    assert [(e["version"], e["solve_rate"], e["ci95"]) for e in status["evaluations"]] == [
+        (version, version / 20, [0.0, 1.0]) for version in (0, 2, 4)
+    ]
 
 
 def test_a_run_that_was_killed_in_its_last_evaluation_has_only_that_to_do(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_healthy_config_has_no_findings() -> None:
         ("stages.eval.run.max_attempts", 1, "inert", "stages.eval.run.max_retries", "no episode is played again"),
         ("stages.eval.run.num_samples", 0, "inert", "stages.eval.run.concurrency", "20 tasks x 0 episodes"),
         ("stages.trainer.run.checkpoint_every", 0, "note", "stages.trainer.run.checkpoint_every", "starts afresh"),
-        ("resume_changed", True, "inert", "resume_changed", "resumes none"),
+        ("resume_changed", True, "error", "resume_changed", "resumes none"),
         ("trainer.schedule_steps", 39, "error", "trainer.schedule_steps", "is 0 after 39 of the steps=40"),
         ("trainer.warmup_steps", 81, "note", "trainer.warmup_steps", "80 optimizer steps"),
         ("rollout.agent.command_timeout_s", 60.0, "inert", "rollout.agent.command_timeout_s", "the episode after 60 s"),

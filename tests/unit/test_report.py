@@ -18,8 +18,8 @@ from miles_rl.rollout.recorder import EpisodeRecord, EpisodeRecorder
 from miles_rl.types import Outcome, StopReason, Turn
 from pipelines.report import write_report
 from pipelines.report.__main__ import main
-from pipelines.report.charts import MAX_POINTS, Series, line_chart, ticks
-from pipelines.report.curves import solve_rates
+from pipelines.report.charts import MAX_POINTS, Series, line_chart, ticks, whole_ticks
+from pipelines.report.curves import charts, solve_rates
 from pipelines.report.episodes import chosen
 from pipelines.report.run_folder import Episode, RunFolder
 from pipelines.report.timeline import Profile, overlap_sentence, timeline_data
@@ -295,6 +295,22 @@ def test_lines_of_one_step_are_merged_and_the_later_wins(tmp_path: Path) -> None
     assert run.series("c") == [(1.0, None)]
 
 
+def test_an_evaluation_stands_at_its_version_however_late_it_was_known(tmp_path: Path) -> None:
+    rows = [(0, 0.2), (20, 0.4), (40, 0.6)]
+    for name, lag in (("in order", 0), ("late", 3)):
+        lines = [(step, {"train/loss": 1.0 / step}, float(step)) for step in range(1, 41)]
+        lines += [(version, {"eval/solve_rate": rate}, version + lag + 0.5) for version, rate in rows]
+        with MetricsWriter(tmp_path / name) as writer:
+            for step, metrics, known_s in sorted(lines, key=lambda line: line[2]):
+                writer.write(step, metrics, time_s=known_s)
+    in_order, late = RunFolder.read(tmp_path / "in order"), RunFolder.read(tmp_path / "late")
+    assert list(late.metrics) == list(range(41))
+    assert [(version, rate) for version, (rate, _) in solve_rates(late).items()] == rows
+    assert late.series("eval/solve_rate") == in_order.series("eval/solve_rate")
+    assert late.series("train/loss") == in_order.series("train/loss")
+    assert charts(late) == charts(in_order)
+
+
 def test_solve_rates_come_from_the_episodes_if_the_run_did_not_state_them(tmp_path: Path) -> None:
     write_episodes(tmp_path, evaluation(0, {"a": [0, 1], "b": [1, 1], "c": [0, 0, 0, 0]}))
     ((rate, ends),) = solve_rates(RunFolder.read(tmp_path)).values()
@@ -397,10 +413,28 @@ def test_a_chart_stands_one_point_of_any_size(value: float) -> None:
     assert "<circle" in html
 
 
+def test_a_logarithmic_axis_of_many_decades_has_room_for_its_labels() -> None:
+    for low, most in ((1e-2, 3), (1e-15, 8), (1e-300, 8)):
+        html = line_chart("t", "", [Series("s", [(0.0, low), (1.0, 1.0)])])
+        assert 2 <= html.count('class="grid"') <= most
+
+
+def test_warnings_of_a_run_stand_above_its_figures(tmp_path: Path) -> None:
+    run_dir = full_run(tmp_path / "run")
+    result = json.loads((run_dir / "result.json").read_text())
+    (run_dir / "result.json").write_text(json.dumps({**result, "warnings": ["the fault never struck"]}))
+    text = report_of(run_dir).text
+    assert text.count("the fault never struck") == 1
+    assert text.index("the fault never struck") < text.index("It learned")
+
+
 def test_ticks_are_round_and_inside() -> None:
     assert ticks(0, 1, 4) == [0, 0.25, 0.5, 0.75, 1]
     assert ticks(0, 97, 5) == [0, 20, 40, 60, 80]
     assert ticks(3, 3, 4) == [3]
+    assert whole_ticks(0, 2, 6) == [0, 1, 2]
+    assert whole_ticks(1, 2, 6) == [1, 2]
+    assert whole_ticks(0, 97, 5) == ticks(0, 97, 5)
 
 
 def test_the_command_writes_reports_anew_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

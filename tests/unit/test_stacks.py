@@ -8,9 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-from pipelines.stacks import MAX_FILES, Watch, claim_silent, of_mute, tidy, write
+from pipelines.stacks import MAX_FILES, Watch, claim_silent, of_mute, write
 
 STUCK_IN_NATIVE_CODE = """
 import asyncio, ctypes, sys
@@ -18,7 +16,7 @@ from pathlib import Path
 from pipelines.stacks import Watch
 
 def holds_the_lock():
-    ctypes.PyDLL(None).sleep(2)
+    ctypes.PyDLL(None).sleep(int(sys.argv[2]))
 
 async def main():
     Watch("engine", Path(sys.argv[1]), 0.4)
@@ -54,21 +52,39 @@ async def test_a_loop_that_stands_still_is_written_down_once_with_threads_and_ta
     assert "waits for <Future pending" in text
 
 
+def started_stuck(folder: Path, seconds: float) -> "subprocess.Popen[bytes]":
+    """A process whose native code keeps Python's lock for a while."""
+    command = [sys.executable, "-c", STUCK_IN_NATIVE_CODE, str(folder), str(seconds)]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+
+
 def test_native_code_that_keeps_the_lock_of_python_does_not_hide_where_it_is(tmp_path: Path):
-    command = [sys.executable, "-c", STUCK_IN_NATIVE_CODE, str(tmp_path)]
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    process = started_stuck(tmp_path, 2)
     try:
-        silent = tmp_path / ".engine.silent"
-        deadline = time.monotonic() + 30
-        while not (silent.exists() and silent.stat().st_size):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        assert "in holds_the_lock" in silent.read_text(), "written while it is stuck"
         assert process.wait(30) == 0
     finally:
         process.kill()
         process.wait()
-    assert "in holds_the_lock" in (tmp_path / "engine-1.txt").read_text(), "named once the loop turns again"
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert "engine-1.txt" in found
+    assert any("in holds_the_lock" in text for text in found.values()), "written once the loop turns again"
+
+
+def test_where_native_code_keeps_the_lock_is_read_from_outside_and_a_kill_leaves_no_file(tmp_path: Path):
+    process = started_stuck(tmp_path, 60)
+    try:
+        deadline = time.monotonic() + 30
+        while (file := claim_silent(tmp_path, "engine", process.pid)) is None:
+            assert list(tmp_path.iterdir()) == []
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert claim_silent(tmp_path, "engine", process.pid) is None, "told once"
+    finally:
+        process.kill()
+        process.wait()
+    assert list(tmp_path.iterdir()) == [file]
+    assert "in holds_the_lock" in file.read_text()
+    assert claim_silent(tmp_path, "engine", process.pid) is None
 
 
 async def test_a_deadline_is_told_with_what_was_awaited_even_if_the_error_hides_it(tmp_path: Path):
@@ -117,15 +133,3 @@ def test_a_stage_writes_a_bounded_number_of_files(tmp_path: Path):
     written = [write(tmp_path, "rollout", "text") for _ in range(MAX_FILES + 1)]
     assert written[-1] is None
     assert len(list(tmp_path.iterdir())) == MAX_FILES
-
-
-@pytest.mark.parametrize("told", ["", "Thread 0x1"])
-def test_afterwards_the_folder_holds_what_was_told_or_is_gone(tmp_path: Path, told: str):
-    folder = tmp_path / "stacks"
-    folder.mkdir()
-    (folder / ".eval.silent").write_text(told)
-    tidy(folder)
-    assert folder.exists() == bool(told)
-    assert claim_silent(folder, "eval") is None
-    if told:
-        assert told in (folder / "eval-1.txt").read_text()

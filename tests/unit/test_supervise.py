@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +129,55 @@ async def test_a_stop_that_hangs_is_told_and_the_others_are_stopped(tmp_path: Pa
     assert ending.warnings == ["stage 'worker' did not stop within 0.3 s"]
     assert ending.warnings[0] in notes.lines
     assert diary[-1] == "source stop"
+
+
+class StoppedInItsTracks(InProcess):
+    """Its process answers nothing once it runs, and whoever asked it anything waits until that is gone."""
+
+    def __init__(self, stage: PlannedStage, process: "subprocess.Popen[bytes]") -> None:
+        super().__init__(stage)
+        self._process, self.pid = process, process.pid
+
+    async def build(self, needs: Mapping[str, Any], timeout_s: float) -> None:
+        await super().build(needs, timeout_s)
+        self.component.next = self._until_gone
+
+    async def dump_stacks(self, reason: str, timeout_s: float) -> Path | None:
+        raise TimeoutError
+
+    async def call(self, method: str, timeout_s: float | None) -> Any:
+        if method in ("start", "facts"):
+            return await super().call(method, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await self._until_gone()
+
+    async def _until_gone(self) -> None:
+        while self._process.poll() is None:
+            await asyncio.sleep(0.01)
+        raise StageError("stage 'source' died: its process was killed")
+
+
+async def test_a_stage_that_answers_nothing_is_ended_before_those_that_wait_for_it_are_stopped(tmp_path: Path):
+    process = subprocess.Popen(["sleep", "600"])
+
+    def place(stage: PlannedStage) -> InProcess:
+        return StoppedInItsTracks(stage, process) if stage.name == "source" else InProcess(stage)
+
+    plan, notes = _with_times(small_plan(tmp_path, "asks at the end"), {"stop_timeout_s": 20.0}), Notes()
+    supervisor = Supervisor(plan, place, notes, tmp_path, heartbeat_s=0.05, heartbeat_timeout_s=0.5)
+    begin = time.monotonic()
+    try:
+        ending = await asyncio.wait_for(supervisor.supervise(Interrupts()), DEADLINE_S)
+        assert process.poll() == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait()
+        child = int((tmp_path / "diary").read_text().split()[3])
+        os.kill(child, signal.SIGKILL)  # in this test it is not below the process of its stage
+    assert (ending.error or "").startswith("stage 'source' did not answer for 0.5 s")
+    assert "stage 'source' answered nothing and was killed" in notes.lines
+    assert notes.states.index(("source", "down")) < notes.states.index(("worker", "stopping"))
+    assert time.monotonic() - begin < 15, "the worker did not wait in vain for all of its time to stop"
 
 
 async def test_a_second_signal_ends_at_once(tmp_path: Path):
