@@ -8,11 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
+
+FailureKind = Literal["throttled", "capacity", "build", "create_timeout", "unreachable", "gone", "auth", "other"]
 
 
 class SandboxError(Exception):
-    """The sandbox's own failure, never the command's: an infrastructure failure, not a reward."""
+    """The sandbox's own failure, never the command's: an infrastructure failure, not a reward.
+
+    `kind` is what failures are counted by: `throttled` and `capacity` pass by themselves, `build` and `auth` do not;
+    `create_timeout` came too late, `unreachable` answers nothing, `gone` was there before.
+    """
+
+    def __init__(self, message: str, *, kind: FailureKind = "other") -> None:
+        super().__init__(message)
+        self.kind: FailureKind = kind
 
 
 class IsolationUnavailable(SandboxError):
