@@ -36,6 +36,7 @@ os.environ.update(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")  # Ray's name for: loop
 os.environ.update(RAY_worker_niceness="0")  # stages are the work of the run, not something beside it
 
 import ray as ray_untyped
+from ray._private import services as ray_services
 from ray._private import worker as ray_worker
 from ray.exceptions import RayActorError, RayError
 
@@ -49,6 +50,13 @@ _EXIT_GRACE_S = 10.0
 _SHUTDOWN_TIMEOUT_S = 30.0
 _SESSION_PREFIX = "miles-ray-"
 _GUARD_TIMEOUT_S = 15.0
+
+
+class _InItsOwnGroup(ray_services.ConsolePopen):
+    """A process of Ray. A signal to the driver's group must not end it: the stages are to be stopped in order first."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, process_group=0)
 
 
 class StageHandle:
@@ -178,6 +186,7 @@ def session(cluster: Mapping[str, Any]) -> Generator[None]:
     os.environ.update(cluster["env"], RAY_AUTH_TOKEN_PATH=str(token), PYTHONPATH=":".join(filter(None, paths)))
     # Ray would print what it hears of dead workers over the display; the run tells it in its own words.
     ray_worker.print_to_stdstream = _log_of_ray
+    ray_services.ConsolePopen = _InItsOwnGroup
     try:
         # In this thread, not in a helper: the kernel ends Ray's processes with the thread that started them.
         with _alarm(cluster["start_timeout_s"], "cluster.start_timeout_s: {:g}; Ray did not start in time; raise it"):

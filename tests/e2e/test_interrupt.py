@@ -51,6 +51,8 @@ def test_a_signal_stops_the_stages_in_order_and_leaves_nothing(tmp_path: Path, n
         wait_for(lambda: is_up(tmp_path), "start")
         processes = descendants(program.pid)
         assert len(processes) > 5
+        shares = [pid for pid in processes - {program.pid} if os.getpgid(pid) == program.pid]
+        assert shares == [], "what shares the group of the driver would end before its ordered stop"
         os.killpg(program.pid, number)  # as a terminal does: to the whole foreground group
         assert program.wait(DEADLINE_S) == 130
     assert alive(processes) == set()
