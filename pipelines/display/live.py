@@ -158,7 +158,9 @@ class Painter:
         phase, evaluating = self._board.phase, self._board.progress
         if evaluating is None or evaluating.version is None or phase.startswith("evaluating"):
             return phase
-        return f"{phase}; evaluating version {evaluating.version}"
+        told = f"evaluating version {evaluating.version}"
+        # The trainer asks for evaluations: it has started, and only not said so yet.
+        return told if phase == "starting" else f"{phase}; {told}"
 
     def _evaluation(self) -> Text:
         now = self._board.progress
@@ -221,7 +223,9 @@ class Painter:
         metric = self._board.metric
         text = _named("KL to rollout policy", metric("train/train_rollout_kl"))
         mean, worst = metric("async/staleness_mean"), metric("async/staleness_max")
-        return text.append_text(_named("versions behind", f"{figure(mean)} (max {figure(worst)})" if worst else mean))
+        text.append_text(_named("versions behind", f"{figure(mean)} (max {figure(worst)})" if worst else mean))
+        text.rstrip()  # what is cut is marked, also if it is a space
+        return text
 
     def _pace(self) -> Text:
         of = self._board.of

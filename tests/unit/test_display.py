@@ -225,6 +225,21 @@ def test_any_evaluation_shows_how_far_it_is(phase: str) -> None:
     assert "570 of" not in painted(board), "its result is there; what the stage said last is stale"
 
 
+def test_figures_of_the_policy_fit_a_terminal_of_80_columns_without_a_mark_of_a_cut() -> None:
+    board = board_at(Clock())
+    metrics = {"train/train_rollout_kl": 1.4e-05, "async/staleness_mean": 0.406, "async/staleness_max": 1}
+    board.status("trainer", {"step": 10, "steps": 10, "metrics": metrics})
+    shown = painted(board, width=80)
+    assert "KL to rollout policy 1.4e-05   versions behind 0.406 (max 1) " in shown
+    assert "\u2026" not in shown
+
+
+def test_a_run_that_evaluates_is_not_said_to_start() -> None:
+    board = board_at(Clock())
+    board.status("eval", evaluating(3, version=0))
+    assert "now         evaluating version 0 " in painted(board)
+
+
 def test_plain_lines_tell_how_far_an_evaluation_is_at_their_pace_and_never_after_its_end() -> None:
     clock, out = Clock(), io.StringIO()
     display = PlainDisplay(board_at(clock), out)
@@ -447,7 +462,8 @@ def test_what_is_typed_is_not_shown_while_the_panel_is_there_and_again_afterward
 
     def look(terminal: int, seen: bytes) -> None:
         if b"step" in seen:
-            echo[b"after" in seen] = bool(termios.tcgetattr(terminal)[3] & termios.ECHO)
+            # As first seen: between the last of the panel and the line after it, the echo is back already.
+            echo.setdefault(b"after" in seen, bool(termios.tcgetattr(terminal)[3] & termios.ECHO))
 
     on_a_terminal("pass", look)
     assert echo == {False: False, True: True}
