@@ -15,6 +15,7 @@ from miles_rl.engine.base import EngineError, EngineRefusal
 from miles_rl.engine.client import EngineClient
 
 log = logging.getLogger(__name__)
+SHOWN = 12  # digits of a checksum, for people
 MAX_SENDS = 2
 """A checksum that is wrong can be a bad read, which another read mends. Nothing else is tried twice."""
 
@@ -105,8 +106,8 @@ class Publisher:
                 "publish of version %d to %s: its weights have checksum %s, the trainer's %s",
                 weights.version,
                 self._client.base_url,
-                found[-1],
-                weights.checksum,
+                found[-1][:SHOWN],
+                weights.checksum[:SHOWN],
             )
         raise EngineError(_mismatch(weights, found))
 
@@ -145,4 +146,4 @@ def _mismatch(weights: Weights, found: list[str]) -> str:
     else:
         where = f"another each time: see the disk of {weights.model_dir} and the memory of the engine"
     sent = f"sent {len(found)} times, {where}"
-    return f"its weights have checksum {found[-1]}, the trainer's {weights.checksum}; {sent}"
+    return f"its weights have checksum {found[-1][:SHOWN]}, the trainer's {weights.checksum[:SHOWN]}; {sent}"

@@ -91,7 +91,7 @@ async def test_no_token_is_written_with_damaged_weights(
         running = asyncio.create_task(client.generate([5, 6], LONG, rid="over-the-damage"))
         await Http(replica.url).until_running(1)
         wrong = checksum_of(folder)
-        told = rf"^checksum failed: its weights have checksum {wrong}, the trainer's {right}; sent 2 times, the same"
+        told = rf"^checksum failed: its weights have checksum {wrong[:12]}, the trainer's {right[:12]}; sent 2 times, the same"
         with pytest.raises(EngineError, match=rf"{told} each time: see the files in {folder}.*; it stays paused"):
             await publisher.publish(Weights(folder, old + 1, right), in_time())
         before = await figures(replica)
@@ -120,7 +120,7 @@ async def test_damage_that_the_next_read_does_not_have_costs_one_more_send(
         timings = await Publisher(client, options()).publish(Weights(folder, version, right), in_time())
         assert client.num_looks == 2
         assert timings["pause_s"] > timings["update_s"] + timings["verify_s"] > 0
-        assert f"publish of version {version} to {replica.url}: its weights have checksum {wrong}" in caplog.text
+        assert f"publish of version {version} to {replica.url}: its weights have checksum {wrong[:12]}" in caplog.text
         assert (await client.generate([5, 6], SHORT, rid="mended")).versions == 4 * [version]
 
 
