@@ -91,8 +91,10 @@ async def test_no_token_is_written_with_damaged_weights(
         running = asyncio.create_task(client.generate([5, 6], LONG, rid="over-the-damage"))
         await Http(replica.url).until_running(1)
         wrong = checksum_of(folder)
-        told = rf"^checksum failed: its weights have checksum {wrong[:12]}, the trainer's {right[:12]}; sent 2 times, the same"
-        with pytest.raises(EngineError, match=rf"{told} each time: see the files in {folder}.*; it stays paused"):
+        told = rf"^checksum failed: its weights have checksum {wrong[:12]}, the trainer's {right[:12]}; sent 2 times,"
+        with pytest.raises(
+            EngineError, match=rf"{told} the same each time: see the files in {folder}.*; it stays paused"
+        ):
             await publisher.publish(Weights(folder, old + 1, right), in_time())
         before = await figures(replica)
         assert before["is_paused"] is True
