@@ -7,9 +7,10 @@ Every call has a deadline. All failures are `EngineError`: address, status and t
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -74,13 +75,20 @@ class EngineClient:
         rid: str,
         routing_key: str | None = None,
         timeout_s: float | None = None,
+        on_progress: Callable[[list[int], list[float]], None] | None = None,
     ) -> Generation:
-        """One reply to `input_ids`. `sampling` has SGLang's names; `routing_key` keeps a session on one replica."""
+        """One reply to `input_ids`. `sampling` has SGLang's names; `routing_key` keeps a session on one replica.
+
+        `on_progress` is called with all ids and log-probabilities so far, as they come; the reply begins with them.
+        """
         self._check_ids(input_ids)
         body = {"rid": rid, "input_ids": list(input_ids), "sampling_params": dict(sampling), "return_logprob": True}
         headers = {ROUTING_HEADER: routing_key} if routing_key is not None else None
         started = time.monotonic()
-        answer = await self._call("POST", "/generate", body, timeout_s, headers)
+        progress = None if on_progress is None else _Progress(on_progress)
+        if progress is not None:
+            body["stream"] = True
+        answer = await self._call("POST", "/generate", body, timeout_s, headers, progress)
         try:
             reply = _parse_generation(answer, time.monotonic() - started)
             if reply.prompt_tokens != len(input_ids):
@@ -173,6 +181,7 @@ class EngineClient:
         body: Mapping[str, Any] | None,
         timeout_s: float | None,
         headers: Mapping[str, str] | None = None,
+        progress: _Progress | None = None,
     ) -> Any:
         """Status 200 or `EngineError`, for 400 `EngineRefusal`. JSON where the answer says so, else text."""
         url, limit_s = self.base_url + path, self._timeout_s if timeout_s is None else timeout_s
@@ -189,6 +198,8 @@ class EngineClient:
                 if response.status != 200:
                     kind = EngineRefusal if response.status == 400 else EngineError
                     raise kind(f"{url}: status {response.status}: {_first_line(await response.text())}")
+                if progress is not None:
+                    return await progress.follow(response)
                 is_json = response.content_type == "application/json"
                 return await response.json() if is_json else await response.text()
         except TimeoutError as error:
@@ -203,6 +214,40 @@ class EngineClient:
         for index, token in enumerate(input_ids):
             if not 0 <= token < top:
                 raise EngineError(f"input_ids: id {token} at position {index} is outside the vocabulary of {top}")
+
+
+class _Progress:
+    """Follows a streamed generation, each event of which holds all before it."""
+
+    def __init__(self, tell: Callable[[list[int], list[float]], None]) -> None:
+        self._tell = tell
+        self._seen: list[tuple[float, int]] = []
+
+    async def follow(self, response: aiohttp.ClientResponse) -> Any:
+        """The last event. Of events that came together only the last is read. `ValueError` if they do not go on."""
+        rest, last = b"", None
+        async for chunk in response.content.iter_any():  # bounded: the deadline of the call
+            *events, rest = (rest + chunk).split(b"\n\n")
+            data = [event.removeprefix(b"data: ") for event in events if event.startswith(b"data: ")]
+            is_done = bool(data) and data[-1] == b"[DONE]"
+            if len(data) > is_done:
+                last = json.loads(data[-1 - is_done])
+                self._check(last)
+            if is_done:
+                return last
+        raise ValueError("the stream ended before the reply did")
+
+    def _check(self, event: Any) -> None:
+        try:
+            if "error" in event:
+                raise ValueError(str(event["error"]))
+            pairs = [(float(entry[0]), int(entry[1])) for entry in event["meta_info"]["output_token_logprobs"]]
+        except (KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"bad event: {error}") from error
+        if pairs[: len(self._seen)] != self._seen:
+            raise ValueError("the stream changed tokens that it had given")
+        self._seen = pairs
+        self._tell([token for _, token in pairs], [logprob for logprob, _ in pairs])
 
 
 def _first_line(text: str) -> str:

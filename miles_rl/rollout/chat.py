@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerFast
 MARK = "zqContent{}Zq"
 MARKS = re.compile(r"zqContent(\d+)Zq")
 Message = Mapping[str, str]
+_MAX_SHAPES = 1024
 
 
 class ChatRenderer:
@@ -50,15 +51,18 @@ class ChatRenderer:
         self._structure_ids = [token["id"] for token in structure]
         self._special_ids = {token["id"] for token in structure if token["special"]}
         self._structure = re.compile("|".join(_pattern(token) for token in structure) or r"(?!)")
-        self._shapes: dict[tuple[str, ...], list[str | int]] = {}
+        self._shapes: dict[tuple[tuple[str, ...], str], list[str | int]] = {}
         self.stop_token_ids: list[int] = sorted(stop_ids | self._closing_ids())
         if not self.stop_token_ids:
             raise ValueError(f"model.path: {model_dir}; it names no stop token, set eos_token_id in its config.json")
         self._check()
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a conversation that the policy is to answer, up to and with the opener of its reply."""
-        pieces = self._shape(tuple(m["role"] for m in messages))
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Ids of a conversation that the policy is to answer, up to and with the opener of its reply.
+
+        `tools`, in OpenAI's form, are shown to the policy as the template does it. `ValueError` if it does not.
+        """
+        pieces = self._shape(tuple(m["role"] for m in messages), tools)
         return self._tokenise(pieces, [m["content"] for m in messages])
 
     def continuation(self, output_ids: Sequence[int], new_messages: Sequence[Message]) -> tuple[int, list[int]]:
@@ -83,16 +87,24 @@ class ChatRenderer:
         Text that the template puts between the opener and the content (a line break, an empty thought) is the
         policy's to write, so it is included.
         """
+        return self.written([0], [text], next_role)
+
+    def written(self, pieces: Sequence[str | int], contents: Sequence[str], next_role: str) -> list[int]:
+        """The same for a reply that has structure of its own: its text, and the indices of what is only content."""
         ids, closing = self._tail([next_role], [""])
         opener = str(self._shape(("user",))[-1])
         shape = self._shape(("user", "assistant", next_role))
         before = str(shape[shape.index(1) - 1])
         lead = before[len(opener) :] if before.startswith(opener) else ""
-        return self._tokenise([lead, 0], [text]) + ([] if closing is None else [ids[closing]])
+        return self._tokenise([lead, *pieces], contents) + ([] if closing is None else [ids[closing]])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` without special tokens. Bytes that are not UTF-8 become U+FFFD."""
         return self._native.backend_tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def token_text(self, token: int) -> str:
+        """One token as text, also a special one."""
+        return self._native.backend_tokenizer.decode([token], skip_special_tokens=False)
 
     def _tail(self, roles: list[str], contents: list[str]) -> tuple[list[int], int | None]:
         """Ids after a reply, and the index in them of the stop token that closes it, if the template has one."""
@@ -103,12 +115,17 @@ class ChatRenderer:
             return ids, None
         return ids, next(i for i, token in enumerate(ids) if token in self.stop_token_ids)
 
-    def _shape(self, roles: tuple[str, ...]) -> list[str | int]:
+    def _shape(self, roles: tuple[str, ...], tools: Sequence[Mapping[str, Any]] = ()) -> list[str | int]:
         """The rendered conversation of `roles` as the template's own text and the indices of contents, in turn."""
-        if roles in self._shapes:
-            return self._shapes[roles]
+        key = (roles, json.dumps(list(tools), ensure_ascii=False) if tools else "")
+        if key in self._shapes:
+            return self._shapes[key]
+        if match := self._structure.search(key[1]):
+            raise ValueError(
+                f"tools: they hold {match.group()!r}, which is structure in the chat template; reword them"
+            )
         messages = [{"role": role, "content": MARK.format(i)} for i, role in enumerate(roles)]
-        text = self._render(messages)
+        text = self._render(messages, tools)
         parts = MARKS.split(text)
         pieces: list[str | int] = [int(part) if i % 2 else part for i, part in enumerate(parts)]
         if pieces[1::2] != list(range(len(roles))):
@@ -116,17 +133,26 @@ class ChatRenderer:
                 f"model.path: {self._dir}; its chat template does not print {', '.join(roles)} once each and in order, "
                 "use one that does"
             )
-        self._shapes[roles] = pieces
+        if len(self._shapes) >= _MAX_SHAPES:
+            self._shapes.clear()
+        self._shapes[key] = pieces
         return pieces
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def _render(self, messages: list[dict[str, str]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        shown = {"tools": list(tools)} if tools else {}
         try:
-            text = self._native.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._native.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **shown)
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             roles = ", ".join(m["role"] for m in messages)
             raise ValueError(
                 f"model.path: {self._dir}; its chat template cannot render {roles} ({error}), use one that can"
             ) from error
+        for tool in tools:
+            if tool["function"]["name"] not in text:
+                raise ValueError(
+                    f"tools: {tool['function']['name']}; the chat template of {self._dir} does not print tools, "
+                    "use one that does"
+                )
         return str(text)
 
     def _tokenise(self, pieces: Sequence[str | int], contents: Sequence[str]) -> list[int]:

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from miles_rl.types import Outcome, StopReason, Turn
+from sandbox_env.canary import without_canary
 
 TURN = pa.struct(
     [
@@ -254,5 +255,7 @@ def _column(rows: Sequence[Mapping[str, object]], column: pa.Field) -> pa.Array:
 
 
 def _utf8(value: object) -> object:
-    """Text without lone surrogates, which a tokenizer or a command's output can carry and parquet cannot."""
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+    """Text without canaries of a benchmark, and without lone surrogates, which a tokenizer or a command's output can
+    carry and parquet cannot.
+    """
+    return without_canary(value.encode("utf-8", "replace").decode()) if isinstance(value, str) else value
