@@ -159,7 +159,7 @@ async def test_a_publish_that_fails_names_the_replicas_and_only_verified_weights
         reply = await client.generate([5, 6], {"max_new_tokens": 3, "ignore_eos": True}, rid="after")
         assert reply.versions == 3 * [version]
         actual, wanted = checksum_of(models["new"]), checksum_of(models["old"])
-        mismatch = rf"checksum failed: .* {actual}, the trainer's {wanted}; sent 2 times, .*; it stays paused"
+        mismatch = rf"checksum failed: .* {actual[:12]}, the trainer's {wanted[:12]}; sent 2 times, .*; it stays paused"
         with pytest.raises(EngineError, match=rf"replica 0 \(pid \d+\): {mismatch}.* to replica 1 .*: {mismatch}"):
             await fleet.publish(models["new"], version + 1, wanted)
         assert (await fleet.status())["version"] == version
